@@ -1,0 +1,92 @@
+"""The frame that every kernel's launch shares: operands in, result out."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Callable
+
+import jax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from pallas_kernels import epilogue as epilogues
+from pallas_kernels import tiles
+from pallas_kernels.problem import Config, Problem
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+  """Operands and epilogue of one launch.
+
+  Calling it runs `kernel(lhs_gmem, rhs_gmem, c_gmem, out_gmem, refs)`; see `run`.
+  """
+
+  result: Problem
+  prepared: tiles.Prepared
+  epilogue: epilogues.Epilogue
+  inputs: tuple[jax.Array, ...]
+  interpret: Any
+
+  def __call__(self, kernel: Callable[..., None], **kwargs) -> jax.Array:
+    return run(
+        kernel, self.inputs, self.result, self.epilogue, interpret=self.interpret,
+        **kwargs,
+    )
+
+
+def run(
+    kernel: Callable[..., None], inputs: tuple[jax.Array, ...], result: Problem,
+    epilogue: epilogues.Epilogue, *, name: str, scratch: dict[str, Any], grid: int,
+    num_wgs: int, cluster: int = 1, interpret,
+) -> jax.Array:
+  """Runs `kernel(*inputs, c_gmem, out_gmem, refs)` and returns what it stored.
+
+  The grid is `grid` clusters (axis "cta") of `cluster` CTAs (axis "cluster") of
+  `num_wgs` warpgroups (axis "wg"). `c_gmem`, the last input, is None without c;
+  `refs` is the scratch by name, the epilogue's included.
+  """
+
+  def body(*gmem, **refs):
+    *sources, out_gmem = gmem
+    if epilogue.c is None:
+      sources.append(None)
+    kernel(*sources, out_gmem, refs)
+
+  return plgpu.kernel(
+      body,
+      out_type=jax.ShapeDtypeStruct(result.out_shape, jnp.dtype(result.out_dtype)),
+      scratch_types={**scratch, **epilogue.scratch()},
+      grid=(grid,),
+      grid_names=("cta",),
+      cluster=(cluster,),
+      cluster_names=("cluster",),
+      num_threads=num_wgs,
+      thread_name="wg",
+      interpret=interpret,
+      kernel_name=f"jaxgemm_{name}",
+  )(*inputs)
+
+
+def make_call(
+    operands, problem: Problem, config: Config, *, wg_tile_n: int, num_wgs: int,
+    interpret, result: Problem | None = None,
+) -> Call:
+  """Prepares operands (lhs, rhs[, c]) for a kernel in which `num_wgs` warpgroups
+  store `wg_tile_n` columns each.
+
+  `result` describes the array that is stored where that is not the product (the
+  partial sums of split-k): its batch, m, n, out_dtype and epilogue count.
+  """
+  result = result or problem
+  emulated = interpret is not None
+  prepared = tiles.prepare(*operands[:2], problem, config, emulated=emulated)
+  epilogue = epilogues.make_epilogue(result, wg_tile_n, num_wgs, emulated=emulated)
+  inputs = [prepared.lhs, prepared.rhs]
+  if epilogue.c is not None:
+    inputs.append(epilogues.prepare_c(operands[2], problem))
+  return Call(result, prepared, epilogue, tuple(inputs), interpret)
+
+
+def epilogue_bytes(problem: Problem, wg_tile_n: int, num_wgs: int) -> int:
+  """Shared memory of the epilogue of such a kernel on the chip."""
+  return epilogues.make_epilogue(problem, wg_tile_n, num_wgs, emulated=False).smem_bytes

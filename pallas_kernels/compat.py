@@ -1,0 +1,111 @@
+"""What JAX's versions do differently, and the private parts of JAX that we need.
+
+Every import of `jax._src` is here, so that a new JAX version is one file's work.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax._src import core as _core
+from jax._src import dispatch as _dispatch
+from jax._src import sharding_impls as _sharding_impls
+from jax._src.interpreters import mlir as _mlir
+from jax._src.lax import lax as _lax
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as _interpret
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+# -- GPU interpret mode ------------------------------------------------------------
+
+# The interpreter's state is global: one kernel at a time.
+_interpret_lock = threading.Lock()
+
+
+def interpret_params() -> plgpu.InterpretGPUParams:
+  """Parameters that detect races.
+
+  With fewer TMA threads (the default is 5) a store that is not awaited before its
+  buffer is written again goes unnoticed.
+  """
+  return plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=64)
+
+
+def run_interpreted(fun: Callable[[plgpu.InterpretGPUParams], Any]) -> Any:
+  """Returns fun(params), which runs kernels in interpret mode, once it is computed.
+
+  Raises:
+    RuntimeError: the kernels raced. JAX 0.12 raises by itself; 0.11 only prints,
+      and remembers the last kernel alone.
+  """
+  with _interpret_lock:
+    make_state, states = _interpret.GPURaceDetectionState, []
+
+    def make_and_remember(*args, **kwargs):
+      states.append(make_state(*args, **kwargs))
+      return states[-1]
+
+    _interpret.GPURaceDetectionState = make_and_remember
+    try:
+      result = jax.block_until_ready(fun(interpret_params()))
+    except BaseException:
+      _interpret.reset_gpu_interpret_mode_state()
+      raise
+    finally:
+      _interpret.GPURaceDetectionState = make_state
+    if any(state.races_found for state in states):
+      _interpret.reset_gpu_interpret_mode_state()
+      raise RuntimeError("the kernel raced in GPU interpret mode")
+    return result
+
+
+# -- Primitives and sharding -------------------------------------------------------
+
+
+def requires_devices(primitive) -> None:
+  """Makes lowering rules of `primitive` see the devices that jit runs on."""
+  _dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+
+def vary_alike(*operands):
+  """Casts operands to vary over the same manual mesh axes, as lax's functions do."""
+  return _core.auto_insert_reshard(*operands)
+
+
+def canonicalize_precision(precision):
+  """None, a pair of lax.Precision, a DotAlgorithmPreset or a DotAlgorithm.
+
+  None becomes what jax_default_matmul_precision says.
+  """
+  return _lax.canonicalize_precision(precision)
+
+
+def canonicalize_out_sharding(out_sharding, name: str):
+  """A NamedSharding on the mesh in context, or None; `name` is for messages."""
+  return _sharding_impls.canonicalize_sharding(out_sharding, name)
+
+
+def constrain_result(ctx, value, aval):
+  """Annotates the value of a lowering rule with its aval's explicit sharding."""
+  return _mlir.lower_with_sharding_in_types(ctx, value, aval)
+
+
+def lowering_mesh(ctx) -> tuple[int, Any, bool]:
+  """Where a lowering rule's computation will run.
+
+  Returns: the number of devices; the mesh over them, or None if jit knows none; and
+    whether a shard_map has already made some of its axes manual.
+  """
+  axis_context = ctx.module_context.axis_context
+  if isinstance(axis_context, _sharding_impls.SPMDAxisContext):
+    mesh = axis_context.mesh
+    auto = [axis for axis in mesh.axis_names if axis not in axis_context.manual_axes]
+    num_devices = 1
+    for axis in auto:
+      num_devices *= mesh.shape[axis]
+    return num_devices, mesh, True
+  if isinstance(axis_context, _sharding_impls.ShardingContext):
+    return axis_context.num_devices, axis_context.abstract_mesh, False
+  return 1, None, False

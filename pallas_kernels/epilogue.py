@@ -1,0 +1,249 @@
+"""From the accumulator to the result: alpha, beta * c, cast, store.
+
+The result leaves in pieces of 64 rows x `piece_cols` columns. Each piece goes
+from registers into a staging slot in shared memory and from there to GMEM, in
+one of three ways (`Epilogue.way`), chosen from the shape of the array:
+
+  tiled   a TMA copy that undoes the tiling of the staging slot;
+  flat    a TMA copy from an untiled view of the same bytes: any m and n whose
+          row stride is a multiple of 16 bytes (TMA clips what lies outside);
+  masked  ordinary coalesced stores, each guarded by its row and column: any
+          stride. TMA cannot write such a result, and padding it would cost a
+          second pass over it.
+
+`c` is read the same way back (tiled or flat; `prepare_c` pads a bad stride).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, memref, scf
+
+from pallas_kernels import tiles
+from pallas_kernels.problem import Problem
+
+PIECE_ROWS = 64
+NUM_SLOTS = 2
+Ref = Any
+
+
+def piece_cols(tile_n: int, itemsize: int) -> int:
+  """Columns of a piece: at most 128 bytes of them, dividing the tile."""
+  cols = min(tile_n, tiles.SWIZZLE_BYTES // itemsize)
+  while tile_n % cols or (cols * itemsize) & (cols * itemsize - 1):
+    cols -= 8
+  return cols
+
+
+@dataclasses.dataclass(frozen=True)
+class Staging:
+  """How pieces of an array of dtype `dtype` stand in shared memory.
+
+  Attributes:
+    way: "tiled", "flat" or "masked".
+    cols: columns of a piece.
+    num_wgs: warpgroups that store.
+  """
+
+  way: str
+  dtype: str
+  cols: int
+  num_wgs: int
+
+  @property
+  def swizzle(self) -> int:
+    return self.cols * jnp.dtype(self.dtype).itemsize
+
+  @property
+  def pitch(self) -> int:
+    """Row pitch of a masked slot: 16 bytes more, against bank conflicts."""
+    return self.cols + tiles.tma_stride_elems(self.dtype)
+
+  @property
+  def num_bytes(self) -> int:
+    itemsize = jnp.dtype(self.dtype).itemsize
+    if self.way == "masked":
+      return tiles.round_up(self.num_wgs * PIECE_ROWS * self.pitch * itemsize, 1024)
+    return self.num_wgs * NUM_SLOTS * PIECE_ROWS * self.cols * itemsize
+
+  def slots(self) -> Any:
+    dtype = jnp.dtype(self.dtype)
+    if self.way == "masked":
+      return plgpu.SMEM((self.num_wgs, PIECE_ROWS, self.pitch), dtype)
+    shape = (self.num_wgs, NUM_SLOTS, PIECE_ROWS, self.cols)
+    transforms = tiles.swizzled(dtype, self.swizzle)
+    tiled = plgpu.SMEM(shape, dtype, transforms=transforms)
+    if self.way == "tiled":
+      return tiled
+    return plgpu.RefUnion(
+        plgpu.SMEM(shape, dtype, transforms=transforms[1:]), tiled
+    )
+
+  def views(self, slots: Ref) -> tuple[Ref, Ref]:
+    """(the view that TMA uses, the view that registers use)."""
+    return (slots[0], slots[1]) if self.way == "flat" else (slots, slots)
+
+
+@dataclasses.dataclass(frozen=True)
+class Epilogue:
+  """The static facts of one kernel's epilogue."""
+
+  problem: Problem
+  out: Staging
+  c: Staging | None
+
+  @property
+  def smem_bytes(self) -> int:
+    return self.out.num_bytes + (self.c.num_bytes if self.c else 0)
+
+  def scratch(self) -> dict[str, Any]:
+    """Scratch by name; hand all of it to `store` (as `refs`)."""
+    scratch = {"out_slots": self.out.slots()}
+    if self.c:
+      scratch["c_slots"] = self.c.slots()
+      scratch["c_barriers"] = plgpu.Barrier(num_barriers=self.c.num_wgs)
+    return scratch
+
+  def store(self, acc, out_gmem: Ref, c_gmem: Ref | None, refs, *, wg, batch, row, col):
+    """Stores a warpgroup's accumulator [rows, cols] at (row, col) of the result.
+
+    Waits for the staging slot that it uses next, never for the last store: call
+    `finish` before the kernel ends.
+    """
+    rows, cols = acc.shape
+    epilogue = self.problem.epilogue
+    out_dtype = jnp.dtype(self.problem.out_dtype)
+    index = 0
+    for i in range(0, rows, PIECE_ROWS):
+      for j in range(0, cols, self.out.cols):
+        piece = acc[i : i + PIECE_ROWS, j : j + self.out.cols]
+        if epilogue.alpha != 1.0:
+          piece = piece * jnp.float32(epilogue.alpha)
+        if self.c:
+          c = self._load_c(c_gmem, refs, wg, batch, row + i, col + j)
+          piece = piece + c * jnp.float32(epilogue.beta)
+        self._store_piece(
+            piece.astype(out_dtype), out_gmem.at[batch], refs["out_slots"],
+            wg=wg, slot=index % NUM_SLOTS, row=row + i, col=col + j,
+        )
+        index += 1
+
+  def _store_piece(self, piece, out_gmem, slots, *, wg, slot, row, col):
+    if self.out.way == "masked":
+      _store_masked(piece, slots.at[wg], out_gmem, row, col)
+      return
+    tma, registers = self.out.views(slots)
+    # All but the youngest store have been read out: this slot is free.
+    plgpu.wait_smem_to_gmem(NUM_SLOTS - 1, wait_read_only=True)
+    registers[wg, slot] = piece
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(
+        tma.at[wg, slot],
+        out_gmem.at[pl.ds(row, PIECE_ROWS), pl.ds(col, self.out.cols)],
+    )
+
+  def _load_c(self, c_gmem, refs, wg, batch, row, col):
+    tma, registers = self.c.views(refs["c_slots"])
+    barrier = refs["c_barriers"].at[wg]
+    plgpu.copy_gmem_to_smem(
+        c_gmem.at[batch, pl.ds(row, PIECE_ROWS), pl.ds(col, self.c.cols)],
+        tma.at[wg, 0],
+        barrier,
+    )
+    plgpu.barrier_wait(barrier)
+    return plgpu.load(registers.at[wg, 0], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+
+  def finish(self) -> None:
+    """Waits until every store of this warpgroup has left shared memory."""
+    if self.out.way != "masked":
+      plgpu.wait_smem_to_gmem(0)
+
+
+def make_epilogue(
+    problem: Problem, wg_tile_n: int, num_wgs: int, *, emulated: bool
+) -> Epilogue:
+  """Chooses the way of the store from the shape of the result.
+
+  The emulator has neither alignment rules nor the masked store's instructions:
+  it always takes the tiled way.
+  """
+  def way(itemsize: int, dtype: str) -> str:
+    if emulated or tiles.tileable(problem.m, problem.n, dtype):
+      return "tiled"
+    return "flat" if problem.n * itemsize % 16 == 0 else "masked"
+
+  out = Staging(
+      way(problem.out_itemsize, problem.out_dtype), problem.out_dtype,
+      piece_cols(wg_tile_n, problem.out_itemsize), num_wgs,
+  )
+  c_dtype = problem.epilogue.c_dtype
+  if c_dtype is None:
+    return Epilogue(problem, out, None)
+  # A wider c takes narrower pieces; both then have the same columns.
+  itemsize = max(jnp.dtype(c_dtype).itemsize, problem.out_itemsize)
+  cols = piece_cols(wg_tile_n, itemsize)
+  c_way = "tiled" if emulated or tiles.tileable(problem.m, problem.n, c_dtype) else "flat"
+  return Epilogue(
+      problem, dataclasses.replace(out, cols=cols), Staging(c_way, c_dtype, cols, num_wgs)
+  )
+
+
+def prepare_c(c: jax.Array, problem: Problem) -> jax.Array:
+  """Pads the columns of c [batch, m, n] if TMA cannot take its row stride."""
+  pad = tiles.round_up(problem.n, tiles.swizzle_elems(c.dtype)) - problem.n
+  if problem.n % tiles.tma_stride_elems(c.dtype) == 0:
+    return c
+  return lax.pad(c, jnp.zeros((), c.dtype), ((0, 0, 0), (0, 0, 0), (0, pad, 0)))
+
+
+def _store_masked(piece, slot: Ref, out_gmem: Ref, row, col) -> None:
+  """Stores a piece [PIECE_ROWS, cols] at (row, col) of an array of any stride.
+
+  Registers -> shared memory -> GMEM: a wgmma fragment scatters pairs of
+  elements over eight rows, while the way through shared memory lets each warp
+  write 32 neighbours of one row.
+  """
+  rows, cols = piece.shape
+  scalar = plgpu.Layout.WG_SPLAT(())
+
+  @plgpu.inline_mgpu(
+      arg_types=(
+          plgpu.Layout.WGMMA, plgpu.RefType(), plgpu.RefType(), scalar, scalar,
+      )
+  )
+  def store(_, piece, slot, out, row, col):
+    index = ir.IndexType.get()
+    const = lambda value: arith.constant(index, value)
+    as_index = lambda value: arith.index_cast(index, value.registers.item())
+    row, col = as_index(row), as_index(col)
+    num_rows, num_cols = ir.MemRefType(out.type).shape
+    mgpu.utils.warpgroup_barrier()  # The last piece has been read.
+    piece.store_untiled(
+        mgpu.utils.memref_slice(slot, (slice(None), slice(0, cols))), optimized=False
+    )
+    mgpu.utils.warpgroup_barrier()
+    thread = arith.index_cast(
+        index, arith.remui(mgpu.utils.thread_idx(), arith.constant(ir.IntegerType.get_signless(32), 128))
+    )
+    first_row, lane_col = arith.divui(thread, const(cols)), arith.remui(thread, const(cols))
+    out_col = arith.addi(col, lane_col)
+    in_cols = arith.cmpi(arith.CmpIPredicate.ult, out_col, const(num_cols))
+    for i in range(0, rows, 128 // cols):
+      slot_row = arith.addi(first_row, const(i))
+      out_row = arith.addi(row, slot_row)
+      in_rows = arith.cmpi(arith.CmpIPredicate.ult, out_row, const(num_rows))
+      inside = scf.IfOp(arith.andi(in_rows, in_cols))
+      with ir.InsertionPoint(inside.then_block):
+        memref.store(memref.load(slot, [slot_row, lane_col]), out, [out_row, out_col])
+        scf.yield_([])
+
+  store(piece, slot, out_gmem, row, col)

@@ -1,0 +1,230 @@
+"""persistent: one CTA an SM, a producer and two consumer warpgroups.
+
+  out[b] = alpha * lhs[b] @ rhs[b] + beta * c[b]
+
+Every CTA (or cluster of CTAs) walks over output tiles in the order of
+`tiles.tile_order`. Its producer warpgroup fills a ring of shared-memory slots
+through TMA; its two consumers share out the tile along `wg_dim`, multiply out of
+the ring with wgmma, and store their halves:
+
+  producer    load 0 | load 1 | ... | load of the next tile | ...
+  consumers          | wgmma  | ... | epilogue, store       | wgmma ...
+
+With clusters, neighbours along m share the rhs tile and neighbours along n the
+lhs tile: each loads half of it and multicasts it to both.
+
+Barriers: see `ring`. Constraints: see `supports`.
+Source: the warp-specialised persistent schedule of CUTLASS 3 (sm90), and JAX's
+Pallas Mosaic GPU guide to Hopper matrix products.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Callable, NamedTuple
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from pallas_kernels import calls
+from pallas_kernels import ring as rings
+from pallas_kernels import tiles
+from pallas_kernels.problem import PersistentConfig, Problem
+
+NAME = "persistent"
+Config = PersistentConfig
+
+
+def wg_tile(config: PersistentConfig) -> tuple[int, int]:
+  """The share of one consumer of the CTA's tile."""
+  if config.wg_dim == "m":
+    return config.tile_m // rings.NUM_CONSUMERS, config.tile_n
+  return config.tile_m, config.tile_n // rings.NUM_CONSUMERS
+
+
+def check_config(problem: Problem, config: PersistentConfig) -> str | None:
+  """Why the tiles, the ring or the cluster cannot be, or None."""
+  wg_m, wg_n = wg_tile(config)
+  if wg_m % 64:
+    return f"tile_m={config.tile_m} over two warpgroups: each needs a multiple of 64"
+  if config.num_stages < 2:
+    return f"num_stages={config.num_stages}: a ring has at least 2 slots"
+  if config.cluster_m * config.cluster_n not in (1, 2):
+    return f"cluster of {config.cluster_m}x{config.cluster_n} CTAs: at most two"
+  if config.grid_width < 1:
+    return f"grid_width={config.grid_width} must be at least 1"
+  return (
+      tiles.check_tile(problem, config.tile_m, config.tile_n, config.tile_k)
+      or tiles.check_accumulator(wg_m, wg_n)
+      or _check_wg_n(problem, wg_n)
+      or tiles.check_smem(smem_bytes(problem, config))
+  )
+
+
+def _check_wg_n(problem: Problem, wg_n: int) -> str | None:
+  step = tiles.rhs_step(problem)
+  if wg_n % step:
+    return f"{wg_n} columns a warpgroup must be a multiple of {step}"
+  return None
+
+
+def supports(problem: Problem, config: PersistentConfig) -> str | None:
+  """The reason why this kernel cannot serve, or None."""
+  return tiles.check_problem(problem) or check_config(problem, config)
+
+
+def smem_bytes(problem: Problem, config: PersistentConfig) -> int:
+  """Shared memory of one CTA: the ring, the staging slots, the barriers."""
+  ring = config.num_stages * tiles.slot_bytes(
+      problem, config.tile_m, config.tile_n, config.tile_k
+  )
+  epilogue = calls.epilogue_bytes(problem, wg_tile(config)[1], rings.NUM_CONSUMERS)
+  return ring + epilogue + tiles.BARRIER_BYTES
+
+
+def make_ring(prepared: tiles.Prepared, config: PersistentConfig) -> rings.Ring:
+  axis = ("cluster",)
+  return rings.Ring(
+      prepared.lhs_operand, prepared.rhs_operand, config.num_stages,
+      lhs_axes=axis if config.cluster_n > 1 else (),
+      rhs_axes=axis if config.cluster_m > 1 else (),
+  )
+
+
+def launch(
+    operands, problem: Problem, config: PersistentConfig, *, num_sms: int, interpret=None
+) -> jax.Array:
+  """Returns the result [batch, m, n]; operands as `problem` stores them."""
+  call = calls.make_call(
+      operands, problem, config, wg_tile_n=wg_tile(config)[1],
+      num_wgs=rings.NUM_CONSUMERS, interpret=interpret,
+  )
+  return run(
+      call, problem, config, name=NAME, num_sms=num_sms,
+      k_steps=tiles.cdiv(problem.k, config.tile_k),
+  )
+
+
+def run(
+    call: calls.Call, problem: Problem, config: PersistentConfig, *, name: str,
+    num_sms: int, k_steps: int, copies: int = 1,
+    operand_origin: Callable[..., Any] = lambda batch: (batch, 0),
+) -> jax.Array:
+  """Runs the schedule: `k_steps` k tiles for each tile of each result.
+
+  Split-k asks for `copies` results a product, and maps the index of a result to
+  the (batch, k) at which its operands begin.
+  """
+  wg_tile_shape = wg_tile(config)
+  ring, epilogue = make_ring(call.prepared, config), call.epilogue
+  grid = ClusterGrid.of(problem, config, num_sms=num_sms, copies=copies)
+
+  def _kernel(lhs_gmem, rhs_gmem, c_gmem, out_gmem, refs):
+    wg = lax.axis_index("wg")
+    count = grid.local_count()
+
+    def _load():
+      def tile(local, _):
+        index, m, n = grid.locate(local)
+        batch, k = operand_origin(index)
+        ring.produce(
+            lhs_gmem, rhs_gmem, refs, first_step=local * k_steps, num_steps=k_steps,
+            batch=batch, m=m, n=n, k=k,
+        )
+
+      lax.fori_loop(jnp.int32(0), count, tile, None)
+      ring.drain(refs, total_steps=count * k_steps)
+
+    def _multiply_and_store():
+      share = wg_share(config, wg)
+
+      def tile(local, _):
+        index, m, n = grid.locate(local)
+
+        def multiply(acc):
+          ring.consume(
+              acc, refs, first_step=local * k_steps, num_steps=k_steps,
+              lhs_part=share.lhs_part, rhs_part=share.rhs_part,
+          )
+          return acc[...]
+
+        acc = pl.run_scoped(multiply, plgpu.ACC(wg_tile_shape, jnp.float32))
+        epilogue.store(
+            acc, out_gmem, c_gmem, refs, wg=wg, batch=index,
+            row=m + share.row, col=n + share.col,
+        )
+
+      lax.fori_loop(jnp.int32(0), count, tile, None)
+      epilogue.finish()
+
+    rings.specialise(wg, _load, _multiply_and_store)
+
+  return call(
+      _kernel, name=name, scratch=ring.scratch(), grid=grid.num_clusters,
+      cluster=grid.cluster, num_wgs=rings.NUM_CONSUMERS + 1,
+  )
+
+
+class Share(NamedTuple):
+  """A consumer's share of the CTA's tile: (start, size) parts and offsets."""
+
+  lhs_part: tuple
+  rhs_part: tuple
+  row: Any
+  col: Any
+
+
+def wg_share(config: PersistentConfig, wg) -> Share:
+  wg_m, wg_n = wg_tile(config)
+  if config.wg_dim == "m":
+    return Share((wg * wg_m, wg_m), (0, None), wg * wg_m, 0)
+  return Share((0, None), (wg * wg_n, wg_n), 0, wg * wg_n)
+
+
+@dataclasses.dataclass(frozen=True)
+class ClusterGrid:
+  """Clusters of CTAs that walk over batch x (output tiles)."""
+
+  config: PersistentConfig
+  tiles_m: int  # Tiles of a cluster along m.
+  tiles_n: int
+  num_tiles: int  # Over the batch.
+  num_clusters: int
+
+  @classmethod
+  def of(cls, problem: Problem, config, *, num_sms: int, copies: int = 1) -> ClusterGrid:
+    """The grid of `problem`, every tile of which is done `copies` times."""
+    tiles_m = tiles.cdiv(problem.m, config.tile_m * config.cluster_m)
+    tiles_n = tiles.cdiv(problem.n, config.tile_n * config.cluster_n)
+    num_tiles = copies * problem.batch * tiles_m * tiles_n
+    cluster = config.cluster_m * config.cluster_n
+    return cls(config, tiles_m, tiles_n, num_tiles, min(num_tiles, num_sms // cluster))
+
+  @property
+  def cluster(self) -> int:
+    return self.config.cluster_m * self.config.cluster_n
+
+  def local_count(self):
+    """Tiles of this CTA."""
+    left = self.num_tiles - lax.axis_index("cta") + self.num_clusters - 1
+    return lax.div(left, jnp.int32(self.num_clusters))
+
+  def locate(self, local):
+    """(batch, m, n) of this CTA's `local`-th tile; m and n in elements."""
+    config = self.config
+    index = lax.axis_index("cta") + local * self.num_clusters
+    per_batch = self.tiles_m * self.tiles_n
+    batch = lax.div(index, jnp.int32(per_batch))
+    mi, ni = tiles.tile_order(
+        index - batch * per_batch, self.tiles_m, self.tiles_n,
+        config.grid_minor, config.grid_width,
+    )
+    rank = lax.axis_index("cluster")
+    if config.cluster_m > 1:
+      mi = mi * config.cluster_m + rank
+    if config.cluster_n > 1:
+      ni = ni * config.cluster_n + rank
+    return batch, mi * config.tile_m, ni * config.tile_n

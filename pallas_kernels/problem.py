@@ -1,0 +1,193 @@
+"""What one matrix product is, and the numbers that each kernel lets one tune.
+
+A `Problem` holds the static facts of
+
+  out[b] = alpha * lhs[b] @ rhs[b] + beta * c[b]        (b in range(batch))
+
+and nothing that may be tuned; a config holds what may be tuned and nothing
+else. This module is a leaf: it imports no kernel and touches no device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import jax.numpy as jnp
+
+LhsLayout = Literal["k-major", "m-major"]
+RhsLayout = Literal["n-major", "k-major"]
+
+# How the products are formed. The accumulator is float32 in each of them.
+#   bf16_f32, f16_f32: exact products of 16-bit operands.
+#   tf32_f32: float32 operands, of which the tensor core reads 10 mantissa bits.
+ALGORITHMS = {
+    "bf16_f32": "bfloat16",
+    "f16_f32": "float16",
+    "tf32_f32": "float32",
+}
+ALGORITHM_OF_DTYPE = {dtype: name for name, dtype in ALGORITHMS.items()}
+OUT_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Epilogue:
+  """What happens between the accumulator and the store.
+
+  Attributes:
+    alpha: factor of the product.
+    beta: factor of `c`; with 0 there is no operand `c`.
+    c_dtype: dtype of `c`, or None where beta is 0.
+  """
+
+  alpha: float = 1.0
+  beta: float = 0.0
+  c_dtype: str | None = None
+
+  @property
+  def has_c(self) -> bool:
+    return self.c_dtype is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+  """The static facts of one GEMM.
+
+  Attributes:
+    m, n, k: sizes of the product [m, k] @ [k, n].
+    batch: number of products.
+    lhs_batched, rhs_batched: False where one operand serves every product.
+    lhs_layout: "k-major" is stored [m, k], "m-major" is stored [k, m].
+    rhs_layout: "n-major" is stored [k, n], "k-major" is stored [n, k].
+    dtype: dtype of both operands, by name.
+    out_dtype: dtype of the result, by name.
+    algorithm: a key of ALGORITHMS.
+    epilogue: what follows the accumulation.
+  """
+
+  m: int
+  n: int
+  k: int
+  batch: int = 1
+  lhs_batched: bool = True
+  rhs_batched: bool = True
+  lhs_layout: LhsLayout = "k-major"
+  rhs_layout: RhsLayout = "n-major"
+  dtype: str = "bfloat16"
+  out_dtype: str = "bfloat16"
+  algorithm: str = "bf16_f32"
+  epilogue: Epilogue = Epilogue()
+
+  @property
+  def layouts(self) -> str:
+    """The two layouts in BLAS letters: NN, NT, TN or TT."""
+    lhs = "N" if self.lhs_layout == "k-major" else "T"
+    rhs = "N" if self.rhs_layout == "n-major" else "T"
+    return lhs + rhs
+
+  @property
+  def itemsize(self) -> int:
+    return jnp.dtype(self.dtype).itemsize
+
+  @property
+  def out_itemsize(self) -> int:
+    return jnp.dtype(self.out_dtype).itemsize
+
+  @property
+  def lhs_shape(self) -> tuple[int, int, int]:
+    """Shape of lhs as it is stored, its batch dimension first (1 if shared)."""
+    rows, cols = (self.m, self.k) if self.lhs_layout == "k-major" else (self.k, self.m)
+    return (self.batch if self.lhs_batched else 1, rows, cols)
+
+  @property
+  def rhs_shape(self) -> tuple[int, int, int]:
+    """Shape of rhs as it is stored, its batch dimension first (1 if shared)."""
+    rows, cols = (self.k, self.n) if self.rhs_layout == "n-major" else (self.n, self.k)
+    return (self.batch if self.rhs_batched else 1, rows, cols)
+
+  @property
+  def out_shape(self) -> tuple[int, int, int]:
+    return (self.batch, self.m, self.n)
+
+  @property
+  def flops(self) -> int:
+    return 2 * self.batch * self.m * self.n * self.k
+
+  @property
+  def num_bytes(self) -> int:
+    """Bytes moved if every operand is read once and the result written once."""
+    lhs = _size(self.lhs_shape) * self.itemsize
+    rhs = _size(self.rhs_shape) * self.itemsize
+    out = _size(self.out_shape) * self.out_itemsize
+    c = 0
+    if self.epilogue.c_dtype is not None:
+      c = _size(self.out_shape) * jnp.dtype(self.epilogue.c_dtype).itemsize
+    return lhs + rhs + out + c
+
+  def __str__(self) -> str:
+    batch = f"{self.batch} x " if self.batch > 1 else ""
+    return (
+        f"{batch}{self.m}x{self.n}x{self.k} {self.layouts}"
+        f" {self.dtype}->{self.out_dtype}"
+    )
+
+
+def _size(shape: tuple[int, ...]) -> int:
+  size = 1
+  for dim in shape:
+    size *= dim
+  return size
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockedConfig:
+  """Tile of one CTA; one warpgroup, one shared-memory slot."""
+
+  tile_m: int = 128
+  tile_n: int = 128
+  tile_k: int = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelinedConfig:
+  """Tile of one CTA, and the number of shared-memory slots in its ring."""
+
+  tile_m: int = 128
+  tile_n: int = 128
+  tile_k: int = 64
+  num_stages: int = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class PersistentConfig:
+  """The numbers of the warp-specialised kernels.
+
+  Attributes:
+    tile_m, tile_n, tile_k: tile of one CTA.
+    num_stages: slots of the shared-memory ring.
+    wg_dim: the dimension of the tile that the two consumers share out.
+    cluster_m, cluster_n: CTAs of a cluster along m or n; neighbours along m
+      share the rhs tile, neighbours along n the lhs tile (multicast).
+    grid_minor: the dimension along which consecutive CTAs walk first.
+    grid_width: width, in (cluster) tiles, of the band that they walk.
+  """
+
+  tile_m: int = 128
+  tile_n: int = 256
+  tile_k: int = 64
+  num_stages: int = 4
+  wg_dim: Literal["m", "n"] = "m"
+  cluster_m: int = 1
+  cluster_n: int = 1
+  grid_minor: Literal["m", "n"] = "m"
+  grid_width: int = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitKConfig(PersistentConfig):
+  """As PersistentConfig; `splits` CTAs share the k of one tile."""
+
+  splits: int = 4
+
+
+Config = BlockedConfig | PipelinedConfig | PersistentConfig | SplitKConfig

@@ -1,0 +1,340 @@
+"""Tiles: how operands lie in shared memory, and in which order tiles are done.
+
+Shared memory that wgmma reads is swizzled by 128 bytes and tiled by 8 rows x
+128 bytes. An operand gets there in one of two ways (`Operand.flat`):
+
+  tiled  one TMA copy of rank 4 that tiles as it copies. TMA then wants each
+         dimension of the array to be a multiple of the 8 x 128 byte tile, or no
+         larger than it.
+  flat   one TMA copy of rank 2 into an untiled view of the same bytes. With a
+         slot exactly 128 bytes wide both views have the same byte order, and
+         any size is served (TMA fills what lies outside with zeros). Only for
+         k-major operands, whose slot can be that narrow.
+
+Both want a row stride that is a multiple of 16 bytes. `prepare` pads the
+operands for which neither holds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from pallas_kernels.problem import ALGORITHMS, OUT_DTYPES, Problem
+
+SWIZZLE_BYTES = 128
+SMEM_LIMIT_BYTES = 232448  # What one CTA may have on Hopper.
+BARRIER_BYTES = 1024  # Room for every mbarrier of a kernel, one alignment unit.
+TMA_BOX_LIMIT = 256  # Elements of one dimension of a TMA box.
+GRID_WIDTH = 8  # Tiles of a band, where the config does not say (`tile_order`).
+MAX_ACC_REGISTERS = 200  # A thread has 255, and needs some for other things.
+
+Ref = Any  # A Pallas reference.
+
+
+def cdiv(a: int, b: int) -> int:
+  return -(-a // b)
+
+
+def round_up(a: int, b: int) -> int:
+  return cdiv(a, b) * b
+
+
+def swizzle_elems(dtype) -> int:
+  """Elements of one 128-byte row of a shared-memory tile."""
+  return SWIZZLE_BYTES // jnp.dtype(dtype).itemsize
+
+
+def tma_stride_elems(dtype) -> int:
+  """Row strides of arrays that TMA reads are multiples of this many elements."""
+  return 16 // jnp.dtype(dtype).itemsize
+
+
+def tileable(rows: int, cols: int, dtype) -> bool:
+  """Whether one TMA copy can tile an array [rows, cols] as it copies."""
+  elems = swizzle_elems(dtype)
+  if cols % tma_stride_elems(dtype):
+    return False
+  return (rows % 8 == 0 or rows < 8) and (cols % elems == 0 or cols < elems)
+
+
+def swizzled(dtype, swizzle: int = SWIZZLE_BYTES) -> tuple[Any, ...]:
+  """Transforms of shared memory that wgmma reads."""
+  elems = swizzle // jnp.dtype(dtype).itemsize
+  return (plgpu.TilingTransform((8, elems)), plgpu.SwizzleTransform(swizzle))
+
+
+# -- Operands ------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+  """One operand of the product: its tile, and its way into shared memory.
+
+  Attributes:
+    is_lhs: lhs or rhs.
+    k_major: whether it is stored [mn, k] (else [k, mn]).
+    tile_mn, tile_k: its share of the tile of one CTA.
+    dtype: by name.
+    batched: whether it has a batch dimension larger than one.
+    flat: see the module's docstring.
+  """
+
+  is_lhs: bool
+  k_major: bool
+  tile_mn: int
+  tile_k: int
+  dtype: str
+  batched: bool
+  flat: bool
+
+  @property
+  def tile(self) -> tuple[int, int]:
+    """The tile as it is stored."""
+    if self.k_major:
+      return (self.tile_mn, self.tile_k)
+    return (self.tile_k, self.tile_mn)
+
+  def slots(self, num_slots: int) -> Any:
+    """Scratch type of `num_slots` tiles in shared memory."""
+    shape = (num_slots, *self.tile)
+    tiled = plgpu.SMEM(shape, jnp.dtype(self.dtype), transforms=swizzled(self.dtype))
+    if not self.flat:
+      return tiled
+    untiled = plgpu.SMEM(
+        shape, jnp.dtype(self.dtype),
+        transforms=(plgpu.SwizzleTransform(SWIZZLE_BYTES),),
+    )
+    return plgpu.RefUnion(untiled, tiled)
+
+  def load(
+      self, gmem: Ref, slots: Ref, slot, barrier: Ref, *, batch, mn, k,
+      collective_axes=None,
+  ) -> None:
+    """Starts the copy of the tile at element (mn, k); arrives on `barrier`."""
+    rows, cols = self.tile
+    row, col = (mn, k) if self.k_major else (k, mn)
+    dst = slots[0] if self.flat else slots
+    plgpu.copy_gmem_to_smem(
+        gmem.at[batch if self.batched else 0, pl.ds(row, rows), pl.ds(col, cols)],
+        dst.at[slot],
+        barrier,
+        collective_axes=collective_axes,
+    )
+
+  def view(self, slots: Ref, slot, start=0, size: int | None = None) -> Ref:
+    """The slot as wgmma wants it: [mn, k] of lhs, [k, mn] of rhs.
+
+    `start` and `size` select part of mn: the share of one warpgroup.
+    """
+    ref = slots[1] if self.flat else slots
+    part = slice(None) if size is None else pl.ds(start, size)
+    ref = ref.at[slot, part] if self.k_major else ref.at[slot, :, part]
+    return ref if self.k_major == self.is_lhs else ref.transpose((1, 0))
+
+
+def lhs_operand(problem: Problem, tile_m: int, tile_k: int, flat: bool) -> Operand:
+  return Operand(
+      True, problem.lhs_layout == "k-major", tile_m, tile_k, problem.dtype,
+      problem.lhs_batched and problem.batch > 1, flat,
+  )
+
+
+def rhs_operand(problem: Problem, tile_n: int, tile_k: int, flat: bool) -> Operand:
+  return Operand(
+      False, problem.rhs_layout == "k-major", tile_n, tile_k, problem.dtype,
+      problem.rhs_batched and problem.batch > 1, flat,
+  )
+
+
+def pad_for_tma(x: jax.Array, dtype, *, k_major: bool) -> jax.Array:
+  """Pads an operand [batch, rows, cols] that TMA cannot take as it is.
+
+  A k-major operand needs only its row stride mended. Any other is read tiled,
+  which asks for both dimensions. The zeros do not change the product.
+  """
+  _, rows, cols = x.shape
+  if tileable(rows, cols, dtype):
+    return x
+  if k_major:
+    if cols % tma_stride_elems(dtype) == 0:
+      return x
+    pad_rows, pad_cols = 0, round_up(cols, swizzle_elems(dtype)) - cols
+  else:
+    elems = swizzle_elems(dtype) if cols > swizzle_elems(dtype) else tma_stride_elems(dtype)
+    pad_rows = round_up(rows, 8) - rows if rows > 8 else 0
+    pad_cols = round_up(cols, elems) - cols
+  return lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), (0, pad_rows, 0), (0, pad_cols, 0)))
+
+
+def _round_to_tf32(x: jax.Array) -> jax.Array:
+  return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=10)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+  """Operands as the kernels read them."""
+
+  problem: Problem
+  lhs: jax.Array
+  rhs: jax.Array
+  lhs_operand: Operand
+  rhs_operand: Operand
+
+
+def prepare(
+    lhs: jax.Array, rhs: jax.Array, problem: Problem, config, *, emulated: bool
+) -> Prepared:
+  """Brings two operands into a form that TMA and wgmma read.
+
+  Operands with strides that TMA cannot take are padded; other 16-bit operands
+  are passed on as they are. float32 operands take one pass of their own, in
+  which XLA fuses what each of them needs: wgmma drops the mantissa bits that
+  TF32 lacks, so they are rounded first (dropping them would cost 2.6 times the
+  error), and it reads TF32 k-major only, so any other layout is transposed.
+  """
+  if problem.dtype == "float32":
+    lhs, rhs = _round_to_tf32(lhs), _round_to_tf32(rhs)
+    if problem.lhs_layout != "k-major":
+      lhs = lax.transpose(lhs, (0, 2, 1))
+    if problem.rhs_layout != "k-major":
+      rhs = lax.transpose(rhs, (0, 2, 1))
+    problem = dataclasses.replace(problem, lhs_layout="k-major", rhs_layout="k-major")
+  lhs = pad_for_tma(lhs, problem.dtype, k_major=problem.lhs_layout == "k-major")
+  rhs = pad_for_tma(rhs, problem.dtype, k_major=problem.rhs_layout == "k-major")
+
+  def flat(x: jax.Array) -> bool:
+    # The emulator gives each view of a union memory of its own, and has no
+    # rule about alignment: it always takes the tiled way.
+    return not emulated and not tileable(x.shape[1], x.shape[2], problem.dtype)
+
+  return Prepared(
+      problem, lhs, rhs,
+      lhs_operand(problem, config.tile_m, config.tile_k, flat(lhs)),
+      rhs_operand(problem, config.tile_n, config.tile_k, flat(rhs)),
+  )
+
+
+# -- Order of the tiles ----------------------------------------------------------
+
+
+def tile_order(index, tiles_m: int, tiles_n: int, minor: str, width: int):
+  """Returns (m, n) of the `index`-th tile of one product.
+
+  The tiles are walked in bands of `width` tiles along the `minor` dimension:
+  within a band along `minor` first, then along the other dimension, there and
+  back again in alternate bands. CTAs that run at the same time then share rows
+  and columns of the operands, which the L2 holds.
+
+  Source: the raster order with swizzle of CUTLASS's tile schedulers.
+  """
+  minor_size, major_size = (tiles_m, tiles_n) if minor == "m" else (tiles_n, tiles_m)
+  width = min(width, minor_size)
+  index = lax.convert_element_type(index, jnp.int32)
+  const = lambda value: jnp.int32(value)
+  full_bands, last_width = divmod(minor_size, width)
+  band = lax.div(index, const(width * major_size))
+  within = index - band * width * major_size
+  band_width = const(width)
+  if last_width:
+    band_width = lax.select(band < full_bands, const(width), const(last_width))
+  major = lax.div(within, band_width)
+  minor_index = band * width + lax.rem(within, band_width)
+  if full_bands + bool(last_width) > 1:
+    backwards = lax.rem(band, const(2)) == 1
+    major = lax.select(backwards, major_size - 1 - major, major)
+  return (minor_index, major) if minor == "m" else (major, minor_index)
+
+
+@dataclasses.dataclass(frozen=True)
+class TileGrid:
+  """One CTA for each tile of each product of the batch."""
+
+  tile_m: int
+  tile_n: int
+  tiles_m: int
+  tiles_n: int
+  num_tiles: int  # Over the batch.
+
+  @classmethod
+  def of(cls, problem: Problem, tile_m: int, tile_n: int) -> TileGrid:
+    tiles_m, tiles_n = cdiv(problem.m, tile_m), cdiv(problem.n, tile_n)
+    return cls(tile_m, tile_n, tiles_m, tiles_n, problem.batch * tiles_m * tiles_n)
+
+  def locate(self, index):
+    """(batch, m, n) of the `index`-th tile; m and n in elements."""
+    per_batch = self.tiles_m * self.tiles_n
+    batch = lax.div(index, jnp.int32(per_batch))
+    mi, ni = tile_order(
+        index - batch * per_batch, self.tiles_m, self.tiles_n, "m", GRID_WIDTH
+    )
+    return batch, mi * self.tile_m, ni * self.tile_n
+
+
+# -- Legality shared by the kernels ----------------------------------------------
+
+
+def check_tile(problem: Problem, tile_m: int, tile_n: int, tile_k: int) -> str | None:
+  """Why wgmma and TMA cannot work on this tile, or None."""
+  elems = swizzle_elems(problem.dtype)
+  if tile_m % 64 or not 64 <= tile_m <= TMA_BOX_LIMIT:
+    return f"tile_m={tile_m} must be 64, 128, 192 or 256"
+  if tile_k != elems:
+    return f"tile_k={tile_k} must be {elems} for {problem.dtype}: 128 bytes of k a slot"
+  step = rhs_step(problem)
+  if tile_n % step or not step <= tile_n <= TMA_BOX_LIMIT:
+    return (
+        f"tile_n={tile_n} must be a multiple of {step} up to {TMA_BOX_LIMIT} for a"
+        f" {problem.rhs_layout} {problem.dtype} rhs"
+    )
+  return None
+
+
+def reads_rhs_k_major(problem: Problem) -> bool:
+  """Whether the kernel sees rhs k-major (see `prepare` for float32)."""
+  return problem.rhs_layout == "k-major" or problem.dtype == "float32"
+
+
+def rhs_step(problem: Problem) -> int:
+  """Columns that a wgmma takes, and the epilogue stores, a multiple of."""
+  return 16 if reads_rhs_k_major(problem) else swizzle_elems(problem.dtype)
+
+
+def check_problem(problem: Problem) -> str | None:
+  """Why no kernel serves this problem, or None."""
+  if problem.dtype not in ALGORITHMS.values():
+    return f"operands of dtype {problem.dtype}: want one of {sorted(ALGORITHMS.values())}"
+  if ALGORITHMS.get(problem.algorithm) != problem.dtype:
+    return f"algorithm {problem.algorithm} does not take {problem.dtype} operands"
+  if problem.out_dtype not in OUT_DTYPES:
+    return f"result of dtype {problem.out_dtype}: want one of {list(OUT_DTYPES)}"
+  for name in ("batch", "m", "n", "k"):
+    if not 1 <= getattr(problem, name) < 2**31:
+      return f"{name}={getattr(problem, name)} must be in [1, 2**31)"
+  return None
+
+
+def check_accumulator(wg_tile_m: int, wg_tile_n: int) -> str | None:
+  if wg_tile_m * wg_tile_n // 128 > MAX_ACC_REGISTERS:
+    return f"an accumulator of {wg_tile_m}x{wg_tile_n} a warpgroup exceeds its registers"
+  return None
+
+
+def check_smem(smem_bytes: int) -> str | None:
+  if smem_bytes > SMEM_LIMIT_BYTES:
+    return f"{smem_bytes} bytes of shared memory exceed the {SMEM_LIMIT_BYTES} of one CTA"
+  return None
+
+
+def slot_bytes(problem: Problem, tile_m: int, tile_n: int, tile_k: int) -> int:
+  """Shared memory of one slot of the ring: a tile of lhs and one of rhs."""
+  return (
+      round_up(tile_m * tile_k * problem.itemsize, 1024)
+      + round_up(tile_n * tile_k * problem.itemsize, 1024)
+  )
