@@ -133,17 +133,20 @@ class Epilogue:
           piece = piece + c * jnp.float32(epilogue.beta)
         self._store_piece(
             piece.astype(out_dtype), out_gmem.at[batch], refs["out_slots"],
-            wg=wg, slot=index % NUM_SLOTS, row=row + i, col=col + j,
+            wg=wg, index=index, row=row + i, col=col + j,
         )
         index += 1
 
-  def _store_piece(self, piece, out_gmem, slots, *, wg, slot, row, col):
+  def _store_piece(self, piece, out_gmem, slots, *, wg, index, row, col):
     if self.out.way == "masked":
       _store_masked(piece, slots.at[wg], out_gmem, row, col)
       return
     tma, registers = self.out.views(slots)
-    # All but the youngest store have been read out: this slot is free.
-    plgpu.wait_smem_to_gmem(NUM_SLOTS - 1, wait_read_only=True)
+    slot = index % NUM_SLOTS
+    # This slot is free once all but the youngest stores have read theirs. The
+    # first piece of a tile may follow one that used the same slot: wait for all.
+    younger = NUM_SLOTS - 1 if index else 0
+    plgpu.wait_smem_to_gmem(younger, wait_read_only=True)
     registers[wg, slot] = piece
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(

@@ -1,0 +1,6 @@
+"""Programs that use jaxgemm from outside: the GEMM runner and a language model.
+
+`python -m experiments.run` checks and times problems, `python -m
+experiments.train_lm` trains a decoder-only transformer. Neither jaxgemm nor
+pallas_kernels imports anything from here.
+"""

@@ -1,0 +1,12 @@
+"""Fast matrix products (GEMM) for JAX on NVIDIA Hopper GPUs."""
+
+from jaxgemm import checkpoint_policies as checkpoint_policies
+from jaxgemm.api import dot_general as dot_general
+from jaxgemm.api import explain as explain
+from jaxgemm.api import gemm as gemm
+from jaxgemm.api import matmul as matmul
+from jaxgemm.contexts import emulate as emulate
+from jaxgemm.contexts import target as target
+from jaxgemm.plan import Plan as Plan
+
+__version__ = "0.1.0"

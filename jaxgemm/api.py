@@ -1,0 +1,407 @@
+"""The functions that users call: they canonicalise, check, and bind the primitive.
+
+Each gives a right answer for whatever its namesake in jax.numpy or jax.lax takes.
+What no kernel serves (a dtype, a precision, a device) goes to XLA, unless the caller
+names the kernel that must serve it.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxgemm import plan as plans
+from jaxgemm import precision as precisions
+from jaxgemm.checkpoint_policies import name_product
+from jaxgemm.contexts import current_target
+from jaxgemm.dims import Axes, DimensionNumbers, Dims, Shape, fold, label_axes
+from jaxgemm.lowering import local_plan, permuted, planned_device
+from jaxgemm.primitive import bind
+from jaxgemm.product import Product
+from pallas_kernels import compat
+from pallas_kernels.problem import OUT_DTYPES, Config
+
+
+def matmul(
+    a, b, *, precision=None, preferred_element_type=None, out_sharding=None,
+    implementation: str | None = None, config: Config | None = None,
+) -> jax.Array:
+  """Returns the matrix product of two arrays, with jnp.matmul's semantics.
+
+  Args:
+    a: [*batch, m, k], or [k].
+    b: [*batch, k, n], or [k]. The batches broadcast; mixed dtypes promote.
+    precision: as for jnp.matmul. The kernels serve bfloat16 and float16 at any
+      lax.Precision, and float32 at the default precision, as TF32.
+    preferred_element_type: dtype of the result. Sums are float32 in any case.
+    out_sharding: sharding of the result on a mesh with explicit axes.
+    implementation: None (the plan chooses), "blocked", "pipelined", "persistent",
+      "split_k" or "xla". A kernel that is named must serve; its gradients prefer it.
+    config: the config of that kernel; alone, it also names its kernel.
+  Returns: [*batch, m, n], without m where a is [k], without n where b is [k].
+  Raises:
+    TypeError: k differs between the operands; the message names both shapes.
+    ValueError: an operand is a scalar, the batches do not broadcast, or the named
+      kernel cannot serve; the message names the operand, dimension and constraint.
+  Example: jaxgemm.matmul(jnp.ones((8, 64)), jnp.ones((64, 16))).shape == (8, 16)
+  """
+  a, b = _as_array("matmul", a), _as_array("matmul", b)
+  axes, a_squeeze, b_squeeze = _matmul_axes("matmul", a.shape, b.shape)
+  implementation = plans.check_implementation(implementation, config)
+  lhs, rhs = _promoted(a, b)
+  product, reason = _product(
+      lhs.dtype, rhs.dtype, precision, preferred_element_type, implementation, config
+  )
+  # jnp.matmul alone keeps a weak type weak.
+  if reason or (implementation is None and _is_weak(a) and _is_weak(b)):
+    out = jnp.matmul(
+        a, b, precision=precision, preferred_element_type=preferred_element_type,
+        out_sharding=out_sharding,
+    )
+  else:
+    lhs, rhs = _squeezed(lhs, a_squeeze), _squeezed(rhs, b_squeeze)
+    out = _contract("matmul", lhs, rhs, axes, product, out_sharding)
+  return name_product(out, has_batch=_has_batch(axes))
+
+
+def dot_general(
+    lhs, rhs, dimension_numbers: DimensionNumbers, precision=None,
+    preferred_element_type=None, *, out_sharding=None,
+    implementation: str | None = None, config: Config | None = None,
+) -> jax.Array:
+  """Returns a contraction of two arrays, with lax.dot_general's semantics.
+
+  Flax, Haliax and jnp.einsum take it as their `dot_general`. Dimensions that do not
+  lie in groups (batch, then rows and summed ones in either order) are transposed
+  first, as few elements as possible.
+
+  Args:
+    lhs, rhs: operands of one dtype; mixed ones go to XLA.
+    dimension_numbers: ((lhs contracting, rhs contracting), (lhs batch, rhs batch)).
+    precision, preferred_element_type, out_sharding, implementation, config: as for
+      jaxgemm.matmul.
+  Returns: [*batch, *free dimensions of lhs, *free dimensions of rhs].
+  Raises:
+    TypeError: the dimension numbers do not fit; the message names both shapes.
+    ValueError: the named kernel cannot serve.
+  Example: jnp.einsum("bqd,bkd->bqk", q, k, _dot_general=jaxgemm.dot_general)
+  """
+  lhs, rhs = _as_array("dot_general", lhs), _as_array("dot_general", rhs)
+  numbers = _checked_numbers(lhs.shape, rhs.shape, dimension_numbers)
+  implementation = plans.check_implementation(implementation, config)
+  axes = label_axes(lhs.ndim, rhs.ndim, numbers)
+  product, reason = _product(
+      lhs.dtype, rhs.dtype, precision, preferred_element_type, implementation, config
+  )
+  if reason:
+    out = lax.dot_general(
+        lhs, rhs, numbers, precision, preferred_element_type, out_sharding=out_sharding
+    )
+  else:
+    out = _contract("dot_general", lhs, rhs, axes, product, out_sharding)
+  return name_product(out, has_batch=_has_batch(axes))
+
+
+def gemm(
+    a, b, c=None, *, alpha=1, beta=0, precision=None, preferred_element_type=None,
+    implementation: str | None = None, config: Config | None = None,
+) -> jax.Array:
+  """Returns alpha * a @ b + beta * c, scaled and added before the one rounding.
+
+  As in BLAS, c is not read where beta is 0. Python numbers alpha and beta are part
+  of the kernel; arrays, which may be traced and differentiated, multiply its
+  float32 result.
+
+  Args:
+    a: [*batch, m, k].
+    b: [*batch, k, n]; the batches broadcast.
+    c: None, or an array that broadcasts to [*batch, m, n].
+    alpha, beta: factors of the product and of c.
+    precision, preferred_element_type, implementation, config: as for jaxgemm.matmul.
+  Returns: [*batch, m, n] in preferred_element_type, or else the dtype of a @ b.
+  Raises:
+    TypeError: k differs between the operands; the message names both shapes.
+    ValueError: an operand is not a matrix, the batches or c do not broadcast, beta
+      has no c, or the named kernel cannot serve.
+  Example: y = jaxgemm.gemm(x, w, y, beta=1)  # accumulates into y
+  """
+  a, b = _as_array("gemm", a), _as_array("gemm", b)
+  if a.ndim < 2 or b.ndim < 2:
+    raise ValueError(
+        f"gemm: a has shape {a.shape} and b {b.shape}; both must be matrices or"
+        " batches of matrices"
+    )
+  axes, a_squeeze, b_squeeze = _matmul_axes("gemm", a.shape, b.shape)
+  lhs, rhs = _promoted(a, b)
+  lhs, rhs = _squeezed(lhs, a_squeeze), _squeezed(rhs, b_squeeze)
+  alpha, beta = _static(alpha), _static(beta)
+  if isinstance(beta, float) and beta == 0:
+    c = None
+  elif c is None:
+    raise ValueError("gemm: beta is given, but c is not")
+  else:
+    c = _broadcast_c(c, axes, lhs.shape, rhs.shape)
+  out_dtype = jnp.dtype(preferred_element_type or lhs.dtype)
+  fused = isinstance(alpha, float) and isinstance(beta, float)
+  # What is rounded once more later on must not be rounded to 16 bits before.
+  sum_dtype = out_dtype if fused else jnp.promote_types(out_dtype, jnp.float32)
+  product, reason = _product(
+      lhs.dtype, rhs.dtype, precision, sum_dtype,
+      plans.check_implementation(implementation, config), config,
+  )
+  if fused and not reason:
+    if c is not None and c.dtype.name not in OUT_DTYPES:
+      c = lax.convert_element_type(c, jnp.float32)
+    product = product.replace(alpha=alpha, beta=0.0 if c is None else beta)
+    out = _contract("gemm", lhs, rhs, axes, product, c=c)
+  else:
+    if reason:
+      sum_dtype = jnp.promote_types(out_dtype, jnp.float32)
+      out = jnp.matmul(a, b, precision=precision, preferred_element_type=sum_dtype)
+    else:
+      out = _contract("gemm", lhs, rhs, axes, product)
+    out = alpha * out if c is None else alpha * out + beta * c
+    out = lax.convert_element_type(out, out_dtype)
+  return name_product(out, has_batch=_has_batch(axes))
+
+
+def explain(
+    a, b, *, precision=None, preferred_element_type=None,
+    implementation: str | None = None, config: Config | None = None,
+) -> plans.Plan:
+  """Prints which kernel jaxgemm.matmul(a, b, ...) runs and why; returns the plan.
+
+  Args:
+    a, b: arrays, or anything with a shape and a dtype (jax.ShapeDtypeStruct).
+    precision, preferred_element_type, implementation, config: as for jaxgemm.matmul.
+  Returns: the plan for the device in context (see jaxgemm.target), or else for the
+    device that JAX computes on.
+  Raises:
+    TypeError, ValueError: as jaxgemm.matmul.
+  Example:
+    with jaxgemm.target("NVIDIA H200"):
+      jaxgemm.explain(jax.ShapeDtypeStruct((4096, 4096), "bfloat16"), w)
+  """
+  axes, lhs_squeeze, rhs_squeeze = _matmul_axes("explain", a.shape, b.shape)
+  implementation = plans.check_implementation(implementation, config)
+  dtype = jnp.result_type(a.dtype, b.dtype)
+  lhs_shape = _without(a.shape, lhs_squeeze)
+  rhs_shape = _without(b.shape, rhs_squeeze)
+  product, reason = _product(
+      dtype, dtype, precision, preferred_element_type, implementation, config
+  )
+  folding = fold(*axes, lhs_shape, rhs_shape)
+  problem = product.replace(dims=folding.dims.canonical()).problem(
+      _permuted_shape(lhs_shape, folding.lhs_perm),
+      _permuted_shape(rhs_shape, folding.rhs_perm), dtype.name,
+  )
+  device = planned_device(product)
+  if reason:
+    plan = plans.Plan("xla", None, "fallback", reason, problem)
+  else:
+    plan = plans.make_plan(
+        problem, device, implementation=implementation, config=config
+    )
+  print(plans.describe(plan, device))
+  return plan
+
+
+# -- From a call to the primitive --------------------------------------------------
+
+
+def _product(
+    lhs_dtype, rhs_dtype, precision, preferred_element_type, implementation, config
+) -> tuple[Product, str]:
+  """The product that is asked for, its dims yet unknown.
+
+  Returns: the product, and the reason why XLA must compute it, or "".
+  Raises:
+    ValueError: a kernel is named and cannot take these dtypes or this precision.
+  """
+  precision = compat.canonicalize_precision(precision)
+  out_dtype = jnp.dtype(preferred_element_type or lhs_dtype).name
+  algorithm, reason = precisions.choose_algorithm(
+      lhs_dtype.name, rhs_dtype.name, out_dtype, precision
+  )
+  if implementation == "xla":
+    reason = "implementation='xla'"
+  elif reason and implementation is not None:
+    raise ValueError(f"implementation {implementation!r} cannot serve: {reason}")
+  product = Product(
+      Dims(), out_dtype, algorithm or "xla", precision,
+      implementation=implementation, config=config, target=current_target(),
+  )
+  return product, reason
+
+
+def _contract(
+    name: str, lhs, rhs, axes: tuple[Axes, Axes, Axes], product: Product,
+    out_sharding=None, c=None,
+) -> jax.Array:
+  """Makes the operands foldable and binds the primitive to them."""
+  out_axes = axes[2]
+  folding = fold(*axes, lhs.shape, rhs.shape)
+  out_sharding = compat.canonicalize_out_sharding(out_sharding, name)
+  if out_sharding is not None and folding.c_perm is not None:
+    out_sharding = permuted(
+        out_sharding, out_axes, [out_axes[i] for i in folding.c_perm]
+    )
+  product = product.replace(dims=folding.dims, out_sharding=out_sharding)
+  lhs = _transposed(lhs, folding.lhs_perm)
+  rhs = _transposed(rhs, folding.rhs_perm)
+  c = _transposed(c, folding.c_perm)
+  if product.implementation is not None:
+    local_plan(product, lhs, rhs, c)  # Raises here, where the user's call is.
+  return _transposed(bind(lhs, rhs, c, product=product), folding.out_perm)
+
+
+def _transposed(x, perm: Shape | None):
+  return x if x is None or perm is None else lax.transpose(x, perm)
+
+
+def _permuted_shape(shape: Shape, perm: Shape | None) -> Shape:
+  return shape if perm is None else tuple(shape[i] for i in perm)
+
+
+# -- Operands and axes -------------------------------------------------------------
+
+
+def _as_array(name: str, x) -> jax.Array:
+  if isinstance(x, jax.Array):
+    return x
+  scalars = (np.ndarray, np.generic, bool, int, float, complex)
+  if isinstance(x, scalars) or hasattr(x, "__jax_array__"):
+    return jnp.asarray(x)
+  raise TypeError(f"{name} takes arrays, not {type(x).__name__}")
+
+
+def _promoted(a, b):
+  """Operands of mixed dtypes in their common dtype, as jnp.matmul has it."""
+  if a.dtype == b.dtype:
+    return a, b
+  dtype = jnp.result_type(a, b)
+  return lax.convert_element_type(a, dtype), lax.convert_element_type(b, dtype)
+
+
+def _is_weak(x) -> bool:
+  return getattr(x, "weak_type", False)
+
+
+def _static(factor):
+  """A float, if the factor is known where it is traced; else an array."""
+  if isinstance(factor, (int, float, np.integer, np.floating)):
+    return float(factor)
+  return factor
+
+
+def _without(shape: Shape, squeeze: Shape) -> Shape:
+  return tuple(size for i, size in enumerate(shape) if i not in squeeze)
+
+
+def _squeezed(x, squeeze: Shape):
+  return lax.squeeze(x, squeeze) if squeeze else x
+
+
+@functools.lru_cache(maxsize=4096)
+def _matmul_axes(
+    name: str, a_shape: Shape, b_shape: Shape
+) -> tuple[tuple[Axes, Axes, Axes], Shape, Shape]:
+  """The axes of matmul's operands and result.
+
+  Returns: labels for `fold`; and the axes of a and of b, of size 1 against another
+    size, that are to be squeezed and have no label.
+  """
+  shapes = f"a has shape {a_shape} and b {b_shape}"
+  if not a_shape or not b_shape:
+    raise ValueError(f"{name}: {shapes}; neither may be a scalar")
+  a_k, b_k = a_shape[-1], b_shape[max(0, len(b_shape) - 2)]
+  if a_k != b_k:
+    raise TypeError(
+        f"{name}: {shapes}; k is the last dimension of a, {a_k}, and the"
+        f" {'last but one' if len(b_shape) > 1 else 'only'} of b, {b_k}"
+    )
+  rank = max(len(a_shape), len(b_shape), 2) - 2
+  sizes = [
+      (None,) * (rank - max(0, len(shape) - 2)) + shape[:-2]
+      for shape in (a_shape, b_shape)
+  ]
+  labels, squeezes, positions = ([], []), ([], []), [0, 0]
+  for i, pair in enumerate(zip(*sizes)):
+    if None not in pair and 1 not in pair and pair[0] != pair[1]:
+      raise ValueError(f"{name}: {shapes}; their batches do not broadcast")
+    for side, (size, other) in enumerate((pair, pair[::-1])):
+      if size is None:
+        continue
+      if size == 1 and other not in (None, 1):
+        squeezes[side].append(positions[side])
+      else:
+        labels[side].append(f"b{i}")
+      positions[side] += 1
+  batch = [f"b{i}" for i in range(rank)]
+  rows = ["m"] if len(a_shape) > 1 else []
+  cols = ["n"] if len(b_shape) > 1 else []
+  axes = (
+      (*labels[0], *rows, "k"), (*labels[1], "k", *cols), (*batch, *rows, *cols)
+  )
+  return axes, tuple(squeezes[0]), tuple(squeezes[1])
+
+
+def _has_batch(axes: tuple[Axes, Axes, Axes]) -> bool:
+  lhs, rhs, out = axes
+  return any(axis in lhs and axis in rhs for axis in out)
+
+
+def _checked_numbers(lhs_shape, rhs_shape, numbers) -> DimensionNumbers:
+  """Dimension numbers as tuples of int; TypeError if they do not fit the shapes."""
+  (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = (
+      tuple(tuple(map(operator.index, dims)) for dims in pair) for pair in numbers
+  )
+  problem = None
+  for kind, lhs_dims, rhs_dims in (
+      ("contracting", lhs_contract, rhs_contract), ("batch", lhs_batch, rhs_batch)
+  ):
+    if len(lhs_dims) != len(rhs_dims):
+      problem = f"{len(lhs_dims)} {kind} dimensions in lhs, {len(rhs_dims)} in rhs"
+  for side, shape, dims in (
+      ("lhs", lhs_shape, lhs_contract + lhs_batch),
+      ("rhs", rhs_shape, rhs_contract + rhs_batch),
+  ):
+    if any(not 0 <= d < len(shape) for d in dims):
+      problem = f"{side} has no such dimension as one of {dims}"
+    elif len(set(dims)) < len(dims):
+      problem = f"a dimension of {side} appears twice in {dims}"
+  if problem is None:
+    for i, j in zip(lhs_contract + lhs_batch, rhs_contract + rhs_batch):
+      if lhs_shape[i] != rhs_shape[j]:
+        problem = (
+            f"dimension {i} of lhs is {lhs_shape[i]}, dimension {j} of rhs"
+            f" {rhs_shape[j]}"
+        )
+  if problem is not None:
+    raise TypeError(
+        f"dot_general: lhs has shape {lhs_shape} and rhs {rhs_shape} with"
+        f" dimension_numbers {numbers}: {problem}"
+    )
+  return (lhs_contract, rhs_contract), (lhs_batch, rhs_batch)
+
+
+def _broadcast_c(c, axes: tuple[Axes, Axes, Axes], lhs_shape: Shape, rhs_shape: Shape):
+  """c as an array of the shape of the result."""
+  c = _as_array("gemm", c)
+  lhs, rhs, out = axes
+  sizes = dict(zip(lhs, lhs_shape)) | dict(zip(rhs, rhs_shape))
+  shape = tuple(sizes[axis] for axis in out)
+  if c.shape == shape:
+    return c
+  try:
+    return jnp.broadcast_to(c, shape)
+  except ValueError:
+    raise ValueError(
+        f"gemm: c has shape {c.shape}, which does not broadcast to the result's"
+        f" {shape}"
+    ) from None

@@ -1,0 +1,72 @@
+"""Contexts that say for which device to plan, and whether to emulate it.
+
+Both enter the keys of JAX's tracing and compilation caches: a jitted function is
+traced anew when the context around its call changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+import jax
+
+from jaxgemm.device import Device, known_device
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+  """The device to plan for, and whether its kernels run in Pallas's interpreter."""
+
+  device: Device
+  emulate: bool = False
+
+  def __str__(self) -> str:
+    return f"{self.device.kind}{' (emulated)' if self.emulate else ''}"
+
+
+_context = jax.make_user_context(default_value=None)
+
+
+def current_target() -> Target | None:
+  """What `target` or `emulate` has set here, or None."""
+  return _context.value
+
+
+def target(kind: str) -> contextlib.AbstractContextManager[None]:
+  """Within this context, products are planned and lowered for the named device.
+
+  It makes `jax.export.export(jax.jit(f), platforms=["cuda"])` work on a machine
+  that has no GPU.
+
+  Args:
+    kind: the name of a device, such as "NVIDIA H200".
+  Returns: a context manager.
+  Raises:
+    ValueError: the device is unknown; the message lists those that are known.
+  Example: `with jaxgemm.target("NVIDIA H200"): jaxgemm.explain(a, b)`
+  """
+  return _context(Target(known_device(kind)))
+
+
+def emulate(kind: str | None = None) -> contextlib.AbstractContextManager[None]:
+  """Within this context, a CPU runs the kernels in Pallas's GPU interpret mode.
+
+  The plans are those of the named device. Threads, barriers, copies and races are
+  simulated, which is slow: for products of a few hundred a side. Races raise.
+
+  Args:
+    kind: the name of a device; by default the device of an enclosing `target`, or
+      "NVIDIA H200".
+  Returns: a context manager.
+  Raises:
+    ValueError: the device is unknown; the message lists those that are known.
+  Example: `with jaxgemm.emulate(): jaxgemm.matmul(a, b, implementation="persistent")`
+  """
+  if kind is not None:
+    device = known_device(kind)
+  elif (enclosing := current_target()) is not None:
+    device = enclosing.device
+  else:
+    device = known_device("NVIDIA H200")
+  return _context(Target(device, emulate=True))

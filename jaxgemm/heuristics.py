@@ -1,0 +1,242 @@
+"""Candidates and their estimated times: pure functions of (Problem, Device).
+
+The model of one candidate follows what the chip does with it:
+
+  step      one k tile of one CTA: the tensor cores, or the way from the L2 into
+            shared memory, whichever takes longer
+  tile      its steps, then the epilogue
+  CTA, SM   the tiles that fall to one SM, one after the other; the slowest SM
+            counts, so a last wave that is not full costs as much as a full one
+  chip      the time of the memory for the bytes that must move
+  extra     passes of their own: padding, rounding to TF32, adding partial sums
+
+The constants (`Model`) are fitted to measured times: see
+experiments/fit_heuristics.py. Nothing here knows a shape by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+import dataclasses
+import functools
+import math
+
+from jaxgemm.device import Device
+from pallas_kernels import KERNELS, tiles
+from pallas_kernels.problem import (
+  BlockedConfig,
+  Config,
+  PersistentConfig,
+  PipelinedConfig,
+  Problem,
+  SplitKConfig,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+  """A kernel and config that serve a problem, and their estimated time."""
+
+  kernel: str
+  config: Config | None
+  time_us: float
+  reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+  """Constants of the cost model; times in us, rates in bytes/us of one SM."""
+
+  launch: float = 0.38  # First instruction to first load, and the way out.
+  latency: float = 0.71  # From asking for a tile to having it.
+  l2_rate: float = 104e3  # L2 to shared memory.
+  store_rate: float = 165e3  # Registers to memory.
+  epilogue: float = 0.46  # Of a tile, beside its bytes.
+  step: float = 0.006  # Barriers and bookkeeping of a k tile.
+  narrow: float = 2.6  # Columns' worth of time that each wgmma adds.
+  solo: float = 1.34  # One warpgroup alone does not fill the tensor cores.
+  masked: float = 2.2  # Masked stores against TMA's.
+  memory: float = 0.97  # Share of the bandwidth that a product reaches.
+  reduce: float = 0.43  # Launch of the kernel that adds the parts of split-k.
+  reduce_rate: float = 1.87e6  # Its bytes, out of the L2; of the whole chip.
+  pass_launch: float = 1.57  # Launch of a pass over an operand.
+  pass_rate: float = 4.2e6  # Bytes read and written; of the whole chip.
+
+MODEL = Model()
+
+
+@functools.lru_cache(maxsize=4096)
+def candidates(problem: Problem, device: Device) -> tuple[Candidate, ...]:
+  """Every candidate for a problem, the fastest by estimate first."""
+  found = []
+  for kernel, config in _configs(problem, device):
+    if KERNELS[kernel].supports(problem, config) is None:
+      time_us, reason = estimate(problem, kernel, config, device)
+      found.append(Candidate(kernel, config, time_us, reason))
+  if problem.dtype == "float32":
+    found.append(_xla(problem, device))
+  return tuple(sorted(found, key=lambda candidate: candidate.time_us))
+
+
+# -- Which configs there are -------------------------------------------------------
+
+_PERSISTENT_TILES = (
+    (128, 256, "m"), (256, 128, "m"), (128, 192, "m"), (128, 128, "m"),
+    (64, 256, "n"), (64, 128, "n"), (256, 64, "m"), (128, 64, "m"), (128, 32, "m"),
+    (64, 64, "n"), (64, 32, "n"),
+)
+_PIPELINED_TILES = (
+    (128, 128), (64, 256), (64, 128), (128, 64), (64, 64), (128, 32), (64, 32),
+)
+_MAX_STAGES = 8
+_BIG_TILE = 128 * 192  # From here on multicast has been seen to win.
+
+
+def _configs(problem: Problem, device: Device) -> Iterator[tuple[str, Config]]:
+  tile_k = tiles.swizzle_elems(problem.dtype)
+  k_steps = tiles.cdiv(problem.k, tile_k)
+  yield "blocked", BlockedConfig(128, 128, tile_k)
+  yield "blocked", BlockedConfig(64, 64, tile_k)
+  for tile_m, tile_n in _PIPELINED_TILES:
+    if not _wasteful(problem, tile_m, tile_n):
+      for num_stages in (3, 5, 8):
+        yield "pipelined", PipelinedConfig(tile_m, tile_n, tile_k, num_stages)
+  for tile_m, tile_n, wg_dim in _PERSISTENT_TILES:
+    if _wasteful(problem, tile_m, tile_n):
+      continue
+    shape = dict(tile_m=tile_m, tile_n=tile_n, tile_k=tile_k, wg_dim=wg_dim)
+    if tile_m * tile_n >= _BIG_TILE and problem.m > tile_m:
+      # First among equals: multicast moves less data, which tells when clocks fall.
+      config = PersistentConfig(**shape, cluster_m=2)
+      yield from _with_stages(problem, "persistent", config)
+    yield from _with_stages(problem, "persistent", PersistentConfig(**shape))
+    for splits in _splits(problem, device, tile_m, tile_n, k_steps):
+      yield from _with_stages(problem, "split_k", SplitKConfig(**shape, splits=splits))
+
+
+def _wasteful(problem: Problem, tile_m: int, tile_n: int) -> bool:
+  """Whether more than half of the tile lies outside the result, needlessly."""
+  return tile_m > 2 * max(problem.m, 64) or tile_n > 2 * max(problem.n, 64)
+
+
+def _with_stages(problem: Problem, kernel: str, config) -> Iterator[tuple[str, Config]]:
+  """The config with as many stages as shared memory holds."""
+  for num_stages in range(_MAX_STAGES, 1, -1):
+    staged = dataclasses.replace(config, num_stages=num_stages)
+    if KERNELS[kernel].supports(problem, staged) is None:
+      yield kernel, staged
+      return
+
+
+def _splits(problem, device, tile_m, tile_n, k_steps) -> list[int]:
+  """Numbers of splits that fill the SMs, or half or a third of them, once."""
+  num_tiles = (
+      problem.batch * tiles.cdiv(problem.m, tile_m) * tiles.cdiv(problem.n, tile_n)
+  )
+  most = min(device.num_sms // num_tiles, k_steps // 2)
+  wanted = {most, most // 2, most * 2 // 3, most - 1}
+  # With cdiv(k_steps, s) steps each, fewer splits may already cover k.
+  useful = {tiles.cdiv(k_steps, tiles.cdiv(k_steps, s)) for s in wanted if s >= 2}
+  return sorted(s for s in useful if s >= 2)
+
+
+# -- What they cost ------------------------------------------------------------------
+
+
+def estimate(
+    problem: Problem, kernel: str, config: Config, device: Device, model: Model = MODEL
+) -> tuple[float, str]:
+  """(estimated time in us, what it consists of)."""
+  cluster = getattr(config, "cluster_m", 1)
+  splits = getattr(config, "splits", 1)
+  specialised = isinstance(config, PersistentConfig)
+  tiles_m = tiles.round_up(tiles.cdiv(problem.m, config.tile_m), cluster)
+  tiles_n = tiles.cdiv(problem.n, config.tile_n)
+  num_tiles = problem.batch * tiles_m * tiles_n * splits
+  k_steps = tiles.cdiv(tiles.cdiv(problem.k, config.tile_k), splits)
+  out_bytes = 4 if splits > 1 else problem.out_itemsize
+
+  resident = 1 if specialised else _resident(problem, kernel, config)
+  per_sm = tiles.cdiv(num_tiles, device.num_sms // cluster * cluster)
+  together = min(resident, per_sm)  # CTAs that hide each other's waits.
+
+  # One k tile of one CTA: multiplied, supplied, waited for.
+  rate = device.matrix_tflops[problem.dtype] * 1e6 / device.num_sms  # FLOP/us
+  wg_n = config.tile_n // (2 if specialised and config.wg_dim == "n" else 1)
+  flops = 2 * config.tile_m * config.tile_n * config.tile_k
+  matrix = flops / rate * (1 + model.narrow / wg_n)
+  if not specialised and together == 1:
+    matrix *= model.solo
+  supply = (config.tile_m + config.tile_n / cluster) * tiles.SWIZZLE_BYTES / model.l2_rate
+  # blocked has one slot, and loads nothing while it multiplies.
+  in_flight = together * max(getattr(config, "num_stages", 1) - 1, 0.5)
+  waiting = model.latency / in_flight
+  step = max(matrix, supply, waiting) + model.step / together
+
+  # The tiles of one SM. CTAs that share it store while others multiply.
+  store = config.tile_m * config.tile_n * out_bytes / model.store_rate + model.epilogue
+  if splits == 1 and problem.n * problem.out_itemsize % 16:
+    store *= model.masked
+  busy = per_sm * (k_steps * step + store / together)
+
+  memory = problem.num_bytes / (device.bandwidth_tbps * 1e6 * model.memory)
+  main = model.launch + model.latency + _soft_max(busy, memory)
+  extra, what = _extra(problem, splits, model)
+  shape = f"{num_tiles} tiles, {per_sm} an SM, {k_steps} k tiles each"
+  bound = "the memory" if memory > busy else "the SMs"
+  return main + extra, f"{shape}; bound by {bound}{what}"
+
+
+def _resident(problem: Problem, kernel: str, config: Config) -> int:
+  """CTAs of one warpgroup that share an SM."""
+  by_smem = tiles.SMEM_LIMIT_BYTES // KERNELS[kernel].smem_bytes(problem, config)
+  registers = min(config.tile_m * config.tile_n // 128 + 56, 255)
+  by_registers = 65536 // (128 * tiles.round_up(registers, 8))
+  return max(1, min(by_smem, by_registers))
+
+
+def _soft_max(a: float, b: float, power: float = 6.0) -> float:
+  """A little over the larger: two bounds that are close hinder each other."""
+  return (a**power + b**power) ** (1 / power)
+
+
+def _extra(problem: Problem, splits: int, model: Model) -> tuple[float, str]:
+  """Time of the passes beside the product, and their names."""
+  time, names = 0.0, []
+  if splits > 1:
+    partial_bytes = 4 * problem.batch * problem.m * problem.n * splits
+    time += model.reduce + partial_bytes / model.reduce_rate
+    names.append("adding the parts")
+  for name, shape, k_major in (
+      ("lhs", problem.lhs_shape, problem.lhs_layout == "k-major"),
+      ("rhs", problem.rhs_shape, problem.rhs_layout == "k-major"),
+  ):
+    what = pass_over(problem, shape, k_major)
+    if what is not None:
+      time += model.pass_launch
+      time += 2 * math.prod(shape) * problem.itemsize / model.pass_rate
+      names.append(f"{what} {name}")
+  return time, "".join(f", + {name}" for name in names)
+
+
+def pass_over(problem: Problem, shape, k_major: bool) -> str | None:
+  """What `tiles.prepare` does to an operand before the kernel, or None."""
+  if problem.dtype == "float32":
+    return "rounding" if k_major else "rounding and transposing"
+  rows, cols = shape[1:]
+  if tiles.tileable(rows, cols, problem.dtype):
+    return None
+  if k_major and cols % tiles.tma_stride_elems(problem.dtype) == 0:
+    return None
+  return "padding"
+
+
+def _xla(problem: Problem, device: Device) -> Candidate:
+  """XLA, for float32 operands: it needs no pass over them where TMA takes them."""
+  rate = device.matrix_tflops[problem.dtype] * 1e6
+  aligned = problem.k % 4 == 0 and problem.n % 4 == 0 and problem.m % 4 == 0
+  efficiency = 0.9 if aligned else 0.3
+  busy = problem.flops / (rate * efficiency)
+  memory = problem.num_bytes / (device.bandwidth_tbps * 1e6 * 0.8)
+  time = 4.0 + _soft_max(busy, memory)
+  return Candidate("xla", None, time, "TF32 without a pass over the operands")

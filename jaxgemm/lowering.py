@@ -1,0 +1,138 @@
+"""How one device computes a product: by XLA, by a kernel, or by a kernel emulated."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxgemm import plan as plans
+from jaxgemm.device import Device, current_device
+from jaxgemm.product import Product
+from pallas_kernels import compat
+
+
+def xla_product(product: Product, lhs, rhs, c=None, *, cuda: bool) -> jax.Array:
+  """The product by lax.dot_general, from the operands as they are stored."""
+  dims, out_dtype = product.dims, jnp.dtype(product.out_dtype)
+  # XLA rounds to the operands' dtype or to float32 by itself; any other result, and
+  # an epilogue, starts from float32.
+  plain = product.alpha == 1.0 and c is None and out_dtype in (lhs.dtype, jnp.float32)
+  out = lax.dot_general(
+      lhs, rhs, dims.dimension_numbers,
+      precision=product.precision if cuda else _portable(product.precision),
+      preferred_element_type=out_dtype if plain else jnp.float32,
+      out_sharding=lax_out_sharding(product),
+  )
+  if dims.lax_out != dims.out:
+    names = dims.names(dims.lax_out)
+    out = lax.transpose(out, [names.index(name) for name in dims.names(dims.out)])
+  return out if plain else epilogue(product, out, c)
+
+
+def epilogue(product: Product, out, c) -> jax.Array:
+  """alpha * out + beta * c in float32, then the cast to the result's dtype."""
+  if product.alpha != 1.0:
+    out = lax.mul(out, jnp.full_like(out, product.alpha))
+  if c is not None:
+    c = lax.convert_element_type(c, out.dtype)
+    if product.beta != 1.0:
+      c = lax.mul(c, jnp.full_like(c, product.beta))
+    out = lax.add(out, c)
+  return lax.convert_element_type(out, jnp.dtype(product.out_dtype))
+
+
+def lax_out_sharding(product: Product) -> NamedSharding | None:
+  """The explicit sharding of the result in the order that lax.dot_general has."""
+  sharding, dims = product.out_sharding, product.dims
+  if sharding is None or dims.lax_out == dims.out:
+    return sharding
+  return permuted(sharding, dims.names(dims.out), dims.names(dims.lax_out))
+
+
+def permuted(sharding: NamedSharding, have, want) -> NamedSharding:
+  """The sharding of the axes `have`, in the order of `want`."""
+  parts = dict(zip(have, tuple(sharding.spec) + (None,) * len(have)))
+  spec = PartitionSpec(
+      *(parts[axis] for axis in want),
+      unreduced=sharding.spec.unreduced, reduced=sharding.spec.reduced,
+  )
+  return NamedSharding(sharding.mesh, spec)
+
+
+def planned_device(product: Product) -> Device | None:
+  """The device whose kernels compute the product."""
+  if product.target is not None:
+    return product.target.device
+  return current_device()
+
+
+def local_plan(product: Product, lhs, rhs, c=None) -> plans.Plan:
+  """The plan of a product whose operands lie whole on one device."""
+  problem = product.problem(
+      lhs.shape, rhs.shape, lhs.dtype.name, None if c is None else c.dtype.name
+  )
+  device = planned_device(product)
+  try:
+    return plans.make_plan(
+        problem, device, implementation=product.implementation, config=product.config
+    )
+  except ValueError:
+    if product.must_serve:
+      raise
+    return plans.make_plan(problem, device)
+
+
+def local_product(product: Product, lhs, rhs, c=None) -> jax.Array:
+  """The product on one device: by the planned kernel, or by XLA's dot."""
+  emulated = product.target is not None and product.target.emulate
+  plan = local_plan(product, lhs, rhs, c)
+  if plan.kernel == "xla":
+    return xla_product(
+        product.replace(out_sharding=None), lhs, rhs, c, cuda=not emulated
+    )
+  dims = product.dims
+  groups = (dims.lhs, dims.rhs) + (() if c is None else (dims.out,))
+  operands = [
+      lax.reshape(x, product.folded_shape(g, x.shape))
+      for g, x in zip(groups, (lhs, rhs, c))
+  ]
+  device = planned_device(product)
+  assert device is not None
+  if emulated:
+    out = _emulated(plan, operands, device)
+  else:
+    out = plans.run(plan, operands, device)
+  return lax.reshape(out, dims.out_shape(lhs.shape, rhs.shape))
+
+
+def _emulated(plan: plans.Plan, operands, device: Device) -> jax.Array:
+  """Runs the kernel in interpret mode from a callback.
+
+  The interpreter orders its steps by effects, which checkpoint and grad refuse; a
+  callback that runs the whole kernel is a pure function to JAX.
+  """
+
+  def host(*arrays):
+    def interpret(params):
+      with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        return plans.run(plan, tuple(map(jnp.asarray, arrays)), device, params)
+
+    return compat.run_interpreted(interpret)
+
+  out = jax.ShapeDtypeStruct(plan.problem.out_shape, jnp.dtype(plan.problem.out_dtype))
+  return jax.pure_callback(host, out, *operands)
+
+
+def _portable(precision):
+  """The precision for platforms that do not know an NVIDIA algorithm by its name.
+
+  Its operands' dtype and a float32 accumulator say the same, but for TF32, of which
+  every platform has more at the highest precision.
+  """
+  if precision == lax.DotAlgorithmPreset.TF32_TF32_F32:
+    return (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
+  if isinstance(precision, (lax.DotAlgorithmPreset, lax.DotAlgorithm)):
+    return None
+  return precision

@@ -1,0 +1,295 @@
+"""gemm_p, the primitive behind every product: its rules, then their registrations.
+
+  out[*b, *m, *n] = alpha * sum_k lhs * rhs + beta * c
+
+The operands are lhs, rhs and, where beta is not 0, c; `product` says the rest. A
+product is linear in each operand, so that all derivatives are products again, of
+the operands as they are stored, each with its own plan.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jaxgemm import precision as precisions
+from jaxgemm.dims import Dims, fold
+from jaxgemm.lowering import (
+    epilogue,
+    lax_out_sharding,
+    local_product,
+    permuted,
+    xla_product,
+)
+from jaxgemm.partitioning import partitioned_product
+from jaxgemm.product import Product
+from pallas_kernels import compat
+from pallas_kernels.problem import ALGORITHMS
+
+gemm_p = Primitive("jaxgemm")
+
+
+def bind(lhs, rhs, c=None, *, product: Product) -> jax.Array:
+  """Binds gemm_p to operands that need not yet vary over the same mesh axes."""
+  operands = (lhs, rhs) if c is None else (lhs, rhs, c)
+  product = product.replace(dims=product.dims.canonical())
+  return gemm_p.bind(*compat.vary_alike(*operands), product=product)
+
+
+# Without it: "Evaluation rule for 'jaxgemm' not implemented", outside of jit.
+def _impl(*operands, product: Product):
+  return _jitted(product)(*operands)
+
+
+@functools.lru_cache(maxsize=4096)
+def _jitted(product: Product):
+  return jax.jit(functools.partial(gemm_p.bind, product=product))
+
+
+# Without it: "Abstract evaluation for 'jaxgemm' not implemented", under any tracer.
+def _abstract_eval(lhs, rhs, *c, product: Product):
+  """The type that lax.dot_general gives, errors included; c must have it too."""
+  dims = product.dims
+  aval, _ = lax.dot_general_p.abstract_eval(
+      lhs, rhs,
+      dimension_numbers=dims.dimension_numbers,
+      precision=None,
+      preferred_element_type=jnp.dtype(product.out_dtype),
+      out_sharding=lax_out_sharding(product),
+  )
+  if dims.lax_out != dims.out:
+    have, want = dims.names(dims.lax_out), dims.names(dims.out)
+    shape = tuple(aval.shape[have.index(name)] for name in want)
+    sharding = aval.sharding
+    if not sharding.mesh.empty:
+      sharding = permuted(sharding, have, want)
+    aval = aval.update(shape=shape, sharding=sharding)
+  if c and c[0].shape != aval.shape:
+    raise TypeError(f"c has shape {c[0].shape}, the product {aval.shape}")
+  return aval
+
+
+# Without them: "MLIR translation rule for primitive 'jaxgemm' not found".
+def _lower(ctx, *operands, product: Product):
+  """For every platform but CUDA: XLA's dot, or the kernels emulated."""
+  if product.target is not None and product.target.emulate:
+    return _lower_kernels(ctx, *operands, product=product)
+  return _lower_function(
+      ctx, functools.partial(xla_product, product, cuda=False), operands
+  )
+
+
+def _lower_kernels(ctx, *operands, product: Product):
+  """For CUDA (or emulated): the planned kernel, on each device's shards."""
+  num_devices, mesh, is_manual = compat.lowering_mesh(ctx)
+  if num_devices == 1:
+    function = functools.partial(local_product, product)
+  elif mesh is not None and not is_manual and jax.config.jax_use_shardy_partitioner:
+    function = partitioned_product(product, len(operands) == 3, gemm_p.bind)
+  else:
+    # No mesh by whose axes to name the shards; XLA partitions its own dot anyhow.
+    return _lower_function(
+        ctx, functools.partial(xla_product, product, cuda=True), operands
+    )
+  # What runs on one device knows nothing of the mesh in its operands' types.
+  local = ctx.replace(
+      avals_in=[jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]
+  )
+  results = _lower_function(local, function, operands)
+  return [compat.constrain_result(ctx, results[0], ctx.avals_out[0])]
+
+
+def _lower_function(ctx, function, operands):
+  return mlir.lower_fun(function, multiple_results=False)(ctx, *operands)
+
+
+# Without it: "Differentiation rule for 'jaxgemm' not implemented".
+def _jvp(primals, tangents, *, product: Product):
+  lhs, rhs, *_ = primals
+  lhs_dot, rhs_dot, *c_dot = tangents
+  linear = product.replace(beta=0.0)
+  terms = []
+  if type(lhs_dot) is not ad.Zero:
+    terms.append(gemm_p.bind(lhs_dot, rhs, product=linear))
+  if type(rhs_dot) is not ad.Zero:
+    terms.append(gemm_p.bind(lhs, rhs_dot, product=linear))
+  if c_dot and type(c_dot[0]) is not ad.Zero:
+    terms.append(_scaled(c_dot[0], product.beta, product.out_dtype))
+  out = gemm_p.bind(*primals, product=product)
+  return out, functools.reduce(ad.add_jaxvals, terms)
+
+
+def _scaled(x, factor: float, dtype: str):
+  """factor * x in float32, cast to dtype."""
+  if factor != 1.0:
+    x = lax.convert_element_type(x, jnp.float32)
+    x = lax.mul(x, jnp.full_like(x, factor))
+  return lax.convert_element_type(x, jnp.dtype(dtype))
+
+
+# Without it: "Transpose rule (for reverse-mode differentiation) for 'jaxgemm' not
+# implemented".
+def _transpose(ct, lhs, rhs, *c, product: Product):
+  """The gradients: products of their own dims, stored as the operand they are of."""
+  is_zero = type(ct) is ad.Zero
+  grads = [None, None, None][: 2 + len(c)]
+  for index, operand in enumerate((lhs, rhs, *c)):
+    if not ad.is_undefined_primal(operand):
+      continue
+    aval = operand.aval
+    if is_zero:
+      grads[index] = ad.Zero(aval.to_ct_aval())
+    elif index == 2:
+      grads[index] = _scaled(ct, product.beta, aval.dtype.name)
+    else:
+      grads[index] = _gradient(ct, (rhs, lhs)[index], aval, index, product)
+  return grads
+
+
+def _gradient(ct, other, aval, index: int, product: Product):
+  dims = product.dims
+  gradient, ct_is_rhs = dims.rhs_gradient() if index else dims.lhs_gradient()
+  stored = dims.rhs if index else dims.lhs
+  sums_batch = bool(dims.b) and "b" not in stored
+  out_sharding = None if sums_batch else _explicit(aval.sharding)
+  operands = (other, ct) if ct_is_rhs else (ct, other)
+  out = _any_product(
+      operands, gradient, "float32" if sums_batch else aval.dtype.name, out_sharding,
+      product,
+  )
+  if sums_batch:
+    out = lax.reduce_sum(out, axes=tuple(range(dims.b)))
+    out = lax.convert_element_type(out, aval.dtype)
+  return out
+
+
+def _any_product(operands, dims: Dims, out_dtype: str, out_sharding, product: Product):
+  """A product of operands whose dtypes may differ: a gradient often has such.
+
+  XLA would convert both to the wider dtype and multiply at the user's precision;
+  so do we, where an algorithm of ours is that precise, and else leave it to XLA.
+  """
+  lhs, rhs = operands
+  precision = product.precision
+  if isinstance(precision, (lax.DotAlgorithm, lax.DotAlgorithmPreset)):
+    # The user said to what the operands are rounded, which holds for a cotangent.
+    dtype = jnp.dtype(ALGORITHMS[product.algorithm])
+  else:
+    dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
+  operands = [lax.convert_element_type(x, dtype) for x in operands]
+  algorithm, _ = precisions.choose_algorithm(
+      dtype.name, dtype.name, out_dtype, precision
+  )
+  if algorithm is None:
+    xla = Product(dims, out_dtype, "xla", precision, product.alpha)
+    xla = xla.replace(out_sharding=out_sharding)
+    return xla_product(xla, *operands, cuda=True)
+  gradient = product.replace(
+      dims=dims.canonical(), out_dtype=out_dtype, algorithm=algorithm, config=None,
+      must_serve=False, beta=0.0, out_sharding=out_sharding,
+  )
+  return gemm_p.bind(*operands, product=gradient)
+
+
+def _explicit(sharding):
+  """The sharding if its mesh has explicit axes, else None."""
+  mesh = sharding.mesh
+  if mesh.empty or mesh.are_all_axes_auto or mesh.are_all_axes_manual:
+    return None
+  return sharding
+
+
+# Without it: "Batching rule for 'jaxgemm' not implemented".
+def _batch(operands, axes, *, product: Product):
+  """A batch of one operand joins m or n where its storage allows, else the batch."""
+  lhs, rhs, *c = operands
+  lhs_axis, rhs_axis, *c_axis = axes
+  if lhs_axis is None and rhs_axis is None:
+    return _batch_of_c(lhs, rhs, c[0], c_axis[0], product)
+  dims = product.dims
+  lhs_names = _inserted(dims.names(dims.lhs), lhs_axis)
+  rhs_names = _inserted(dims.names(dims.rhs), rhs_axis)
+  out_names = dims.names(dims.out)
+  # Where in the result the new dimension lies is ours to choose.
+  foldings = [
+      (fold(lhs_names, rhs_names, _inserted(out_names, i), lhs.shape, rhs.shape), i)
+      for i in range(len(out_names) + 1)
+  ]
+  folding, out_axis = min(foldings, key=lambda choice: choice[0].moved)
+  wanted = _inserted(out_names, out_axis)
+  if c:
+    c = [_with_axis(c[0], c_axis[0], out_axis, _axis_size(operands, axes))]
+    c = [_transposed(c[0], folding.c_perm)]
+  out_sharding = product.out_sharding
+  if out_sharding is not None:
+    axis, x = (lhs_axis, lhs) if lhs_axis is not None else (rhs_axis, rhs)
+    spec = list(out_sharding.spec) + [None] * (len(out_names) - len(out_sharding.spec))
+    spec.insert(out_axis, jax.typeof(x).sharding.spec[axis])
+    out_sharding = permuted(
+        out_sharding.update(spec=jax.sharding.PartitionSpec(*spec)),
+        wanted, _transposed_names(wanted, folding.c_perm),
+    )
+  out = bind(
+      _transposed(lhs, folding.lhs_perm), _transposed(rhs, folding.rhs_perm), *c,
+      product=product.replace(dims=folding.dims, out_sharding=out_sharding),
+  )
+  return _transposed(out, folding.out_perm), out_axis
+
+
+def _batch_of_c(lhs, rhs, c, axis, product: Product):
+  """One product serves all c."""
+  out = gemm_p.bind(
+      lhs, rhs, product=product.replace(alpha=1.0, beta=0.0, out_dtype="float32")
+  )
+  c = _with_axis(c, axis, 0, None)
+  out = lax.broadcast(out, (c.shape[0],))
+  return epilogue(product, out, c), 0
+
+
+def _inserted(names, axis: int | None) -> tuple[str, ...]:
+  names = list(names)
+  if axis is not None:
+    names.insert(axis, "vmap")
+  return tuple(names)
+
+
+def _with_axis(x, axis: int | None, new_axis: int, size: int | None):
+  """x with its mapped axis at new_axis, broadcast if it has none."""
+  if axis is None:
+    return lax.broadcast_in_dim(
+        x, (*x.shape[:new_axis], size, *x.shape[new_axis:]),
+        [i + (i >= new_axis) for i in range(x.ndim)],
+    )
+  perm = [i for i in range(x.ndim) if i != axis]
+  perm.insert(new_axis, axis)
+  return lax.transpose(x, perm) if perm != list(range(x.ndim)) else x
+
+
+def _axis_size(operands, axes) -> int:
+  return next(x.shape[a] for x, a in zip(operands, axes) if a is not None)
+
+
+def _transposed(x, perm):
+  return x if perm is None else lax.transpose(x, perm)
+
+
+def _transposed_names(names, perm):
+  return names if perm is None else tuple(names[i] for i in perm)
+
+
+# -- Registrations -----------------------------------------------------------------
+
+gemm_p.def_impl(_impl)
+gemm_p.def_abstract_eval(_abstract_eval)
+mlir.register_lowering(gemm_p, _lower)
+mlir.register_lowering(gemm_p, _lower_kernels, platform="cuda")
+ad.primitive_jvps[gemm_p] = _jvp
+ad.primitive_transposes[gemm_p] = _transpose
+batching.primitive_batchers[gemm_p] = _batch
+# Else jit hides its devices from lowering rules, and nothing can be partitioned.
+compat.requires_devices(gemm_p)

@@ -1,0 +1,73 @@
+"""What the primitive carries beside its operands: the static facts of a product."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from jaxgemm.contexts import Target
+from jaxgemm.dims import Dims, Shape
+from pallas_kernels.problem import Config, Epilogue, Problem
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+  """The parameters of gemm_p: alpha * lhs @ rhs + beta * c.
+
+  Attributes:
+    dims: how the dimensions of the operands pair up.
+    out_dtype: dtype of the result, by name.
+    algorithm: a key of pallas_kernels.problem.ALGORITHMS.
+    precision: what the user asked of XLA, for where XLA computes the product.
+    alpha, beta: factors of the product and of the operand c, which is absent where
+      beta is 0.
+    implementation, config: as in jaxgemm.matmul.
+    must_serve: whether the named implementation must serve or is only preferred, as
+      for a gradient, whose problem the user did not choose it for.
+    target: the device to plan for; None for the device that runs it.
+    out_sharding: sharding of the result on an explicit mesh, or None.
+  """
+
+  dims: Dims
+  out_dtype: str
+  algorithm: str
+  precision: Any = None
+  alpha: float = 1.0
+  beta: float = 0.0
+  implementation: str | None = None
+  config: Config | None = None
+  must_serve: bool = True
+  target: Target | None = None
+  out_sharding: Any = None
+
+  def replace(self, **changes) -> Product:
+    return dataclasses.replace(self, **changes)
+
+  def problem(
+      self, lhs_shape: Shape, rhs_shape: Shape, dtype: str, c_dtype: str | None = None
+  ) -> Problem:
+    """The problem that these operands are once every group is folded."""
+    dims = self.dims
+    sizes = dims.folded_sizes(lhs_shape, rhs_shape)
+    return Problem(
+        m=sizes["m"],
+        n=sizes["n"],
+        k=sizes["k"],
+        batch=sizes["b"],
+        lhs_batched="b" in dims.lhs,
+        rhs_batched="b" in dims.rhs,
+        lhs_layout="k-major" if dims.lhs.endswith("k") else "m-major",
+        rhs_layout="k-major" if dims.rhs.endswith("k") else "n-major",
+        dtype=dtype,
+        out_dtype=self.out_dtype,
+        algorithm=self.algorithm,
+        epilogue=Epilogue(self.alpha, self.beta, c_dtype),
+    )
+
+  def folded_shape(self, groups: str, shape: Shape) -> Shape:
+    """`shape` with each group folded; a missing batch becomes 1."""
+    parts = self.dims.split(groups, shape)
+    return tuple(
+        math.prod(parts.get(group, ())) for group in "b" + groups.removeprefix("b")
+    )

@@ -1,0 +1,112 @@
+"""Measured plans: one JSON file a device in tables/, each row with its evidence.
+
+  {"device": "NVIDIA H200",
+   "rows": [{"problem": {"m": 4096, "n": 4096, "k": 4096},
+             "kernel": "persistent",
+             "config": {"tile_m": 128, "tile_n": 256},
+             "evidence": {"time_us": 171.0, "xla_time_us": 172.9,
+                          "jax": "0.11.2", "date": "2026-11-20",
+                          "command": "..."}}]}
+
+`problem` holds the fields of a Problem and `config` those of the kernel's config;
+what is left out has the class's default. A row answers exactly its problem. Kernel
+"xla" records that no kernel of ours was faster; it has no config.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.resources
+import json
+from typing import Any
+
+from jaxgemm.device import Device
+from pallas_kernels import KERNELS
+from pallas_kernels.problem import Config, Epilogue, Problem
+
+EVIDENCE = ("time_us", "xla_time_us", "jax", "date", "command")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+  """One measured plan."""
+
+  problem: Problem
+  kernel: str
+  config: Config | None
+  evidence: tuple[tuple[str, Any], ...]
+
+  @property
+  def reason(self) -> str:
+    evidence = dict(self.evidence)
+    return (
+        f"measured {evidence['time_us']} us, XLA {evidence['xla_time_us']} us"
+        f" ({evidence['date']}, JAX {evidence['jax']})"
+    )
+
+
+def lookup(problem: Problem, device: Device) -> Row | None:
+  """The measured plan of this problem on this device, or None."""
+  return _load(device.kind).get(problem)
+
+
+def file_name(kind: str) -> str:
+  """Name of the file in tables/ that holds the plans of a device."""
+  return kind.lower().replace(" ", "_") + ".json"
+
+
+@functools.cache
+def _load(kind: str) -> dict[Problem, Row]:
+  path = importlib.resources.files("jaxgemm") / "tables" / file_name(kind)
+  if not path.is_file():
+    return {}
+  rows = parse(json.loads(path.read_text(encoding="utf-8")), kind)
+  return {row.problem: row for row in rows}
+
+
+def parse(table: dict[str, Any], kind: str) -> list[Row]:
+  """The rows of a table as read from its file.
+
+  Raises:
+    ValueError: the table is another device's, a row is malformed or repeats a
+      problem, or its kernel cannot serve its problem; the message names the row.
+  """
+  if table.get("device") != kind:
+    raise ValueError(f"table of {table.get('device')!r} where {kind!r} was wanted")
+  rows: list[Row] = []
+  seen: set[Problem] = set()
+  for index, raw in enumerate(table["rows"]):
+    try:
+      row = _parse_row(raw)
+    except (KeyError, TypeError, ValueError) as error:
+      raise ValueError(f"row {index} of the table of {kind}: {error}") from error
+    if row.problem in seen:
+      raise ValueError(f"row {index} of the table of {kind} repeats {row.problem}")
+    seen.add(row.problem)
+    rows.append(row)
+  return rows
+
+
+def _parse_row(raw: dict[str, Any]) -> Row:
+  if set(raw) != {"problem", "kernel", "config", "evidence"}:
+    raise ValueError(f"the fields are {sorted(raw)}")
+  missing = [name for name in EVIDENCE if name not in raw["evidence"]]
+  if missing:
+    raise ValueError(f"the evidence lacks {missing}")
+  fields = dict(raw["problem"])
+  epilogue = Epilogue(**fields.pop("epilogue", {}))
+  problem = Problem(**fields, epilogue=epilogue)
+  config = None
+  if raw["kernel"] == "xla":
+    if raw["config"] is not None:
+      raise ValueError("XLA takes no config")
+  elif raw["kernel"] not in KERNELS:
+    raise ValueError(f"unknown kernel {raw['kernel']!r}")
+  else:
+    kernel = KERNELS[raw["kernel"]]
+    config = kernel.Config(**raw["config"])
+    reason = kernel.supports(problem, config)
+    if reason is not None:
+      raise ValueError(reason)
+  return Row(problem, raw["kernel"], config, tuple(raw["evidence"].items()))
