@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 import pathlib
 import sysconfig
-from collections.abc import Iterator
 
 import numpy as np
 

@@ -15,9 +15,9 @@ product counts once, however often a loop around it runs:
 from __future__ import annotations
 
 import collections
+from collections.abc import Iterator, Mapping
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
 
 from pallas_kernels import KERNELS
 
@@ -90,7 +90,7 @@ def _computations(hlo_text: str) -> dict[str, list[tuple[str, str]]]:
   """Returns the (opcode, line) pairs of each computation, by its name."""
   computations: dict[str, list[tuple[str, str]]] = {}
   instructions: list[tuple[str, str]] = []
-  for line in hlo_text.splitlines():
+  for line in hlo_text.split("\n"):
     if (instruction := _INSTRUCTION.match(line)) is not None:
       if opcode := _OPCODE.search(instruction.group(1)):
         instructions.append((opcode.group(1), line))

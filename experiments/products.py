@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
+import dataclasses
 
 import jax
-import jax.numpy as jnp
 from jax import lax
+import jax.numpy as jnp
 
+from experiments.kernel_count import count_gemms
 import jaxgemm
 from jaxgemm.device import Device
 from jaxgemm.plan import Plan, make_plan
@@ -66,12 +67,15 @@ def make_inputs(problem: Problem) -> Callable[[jax.Array], Inputs]:
 
 
 def describe(plan: Plan) -> str:
-  """Returns a plan in one line: kernel, config and source, or why it is XLA's.
+  """Returns a plan in one line: kernel, config, where it came from, and why.
 
   Of the config, fields that belong together share a word: tile=128x256x64.
   """
+  source = plan.source
+  if source != "override":  # Else the reason is that the implementation was named.
+    source += f": {plan.reason}"
   if plan.config is None:
-    return f"{plan.kernel} [{plan.source}: {plan.reason}]"
+    return f"{plan.kernel} [{source}]"
   words: dict[str, str] = {}
   for name, value in dataclasses.asdict(plan.config).items():
     stem, _, dimension = name.rpartition("_")
@@ -80,16 +84,23 @@ def describe(plan: Plan) -> str:
     else:
       words[name] = str(value)
   config = " ".join(f"{name}={value}" for name, value in words.items())
-  return f"{plan.kernel} {config} [{plan.source}]"
+  return f"{plan.kernel} {config} [{source}]"
 
 
 def make_candidate(
-    problem: Problem, implementation: str, device: Device | None
+    problem: Problem, implementation: str, device: Device | None, *, emulated: bool
 ) -> Candidate:
   """Returns `problem` under `implementation`, planned for `device`.
 
   The program is jitted, neither traced nor compiled yet. An implementation that
   cannot serve the problem comes back without a product, never as another one.
+
+  Args:
+    problem, implementation: what to compute, and a member of IMPLEMENTATIONS.
+    device: the device to plan for; None if the kernels do not know it.
+    emulated: whether a CPU stands in for the device. Its XLA reads all bits of
+      float32 operands, the device's only those of TF32, so that the baseline then
+      rounds them first: kernels are held to the error of their own arithmetic.
   """
   numbers = dimension_numbers(problem)
   out_dtype = jnp.dtype(problem.out_dtype)
@@ -98,6 +109,8 @@ def make_candidate(
 
     @jax.jit
     def xla_product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+      if emulated and problem.algorithm == "tf32_f32":
+        lhs, rhs = (lax.reduce_precision(x, 8, 10) for x in (lhs, rhs))
       return lax.dot_general(lhs, rhs, numbers, preferred_element_type=out_dtype)
 
     return Candidate(implementation, "xla", "xla", xla_product)
@@ -122,11 +135,19 @@ def make_candidate(
 
 
 def compiled(candidate: Candidate, problem: Problem) -> Candidate:
-  """Returns `candidate` with its product compiled ahead of its first call."""
+  """Returns `candidate` with its product compiled ahead of its first call.
+
+  Raises:
+    RuntimeError: the compiled program does not run the kernel of the plan.
+  """
   if candidate.product is None:
     return candidate
   arguments = [
       jax.ShapeDtypeStruct(shape, problem.dtype) for shape in stored_shapes(problem)
   ]
   product = candidate.product.lower(*arguments).compile()
+  if candidate.kernel != "xla":
+    gemms = count_gemms(product.as_text())
+    if dict(gemms.jaxgemm) != {candidate.kernel: 1} or gemms.xla:
+      raise RuntimeError(f"planned {candidate.kernel}, compiled {gemms}")
   return dataclasses.replace(candidate, product=product)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 import dataclasses
 import json
 import math
 import pathlib
 import statistics
-from collections.abc import Iterable, Sequence
 
-import tabulate
 from matplotlib.figure import Figure
+import tabulate
 
 from experiments import timing
 from experiments.gate import Verdict

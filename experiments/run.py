@@ -14,17 +14,17 @@ if any result failed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import contextlib
 import pathlib
 import sys
-from collections.abc import Sequence
 
-import jax
 from absl import app, flags, logging
+import jax
 from tqdm import tqdm
 
-import jaxgemm
 from experiments import products, provenance, report, runner, suites
+import jaxgemm
 from jaxgemm import device as device_lib
 
 _SUITE = flags.DEFINE_enum(
@@ -123,7 +123,7 @@ def _cases(platform: str) -> tuple[str, list[suites.Case]]:
 def main(argv: Sequence[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-  if flags.FLAGS["verbosity"].using_default_value:
+  if flags.FLAGS.verbosity == logging.INFO:  # app.run's default.
     logging.set_verbosity(logging.WARNING)  # JAX informs of each absent platform.
   on_gpu = jax.default_backend() == "gpu"
   suite, cases = _cases("gpu" if on_gpu else "cpu")

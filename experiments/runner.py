@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 import concurrent.futures
 import dataclasses
 import os
 import zlib
-from collections.abc import Callable, Iterator, Sequence
 
-import jax
 from absl import logging
+import jax
 
 from experiments import report, timing
 from experiments.gate import Gate, Verdict
 from experiments.products import (
   Candidate,
   Inputs,
+  Product,
   compiled,
   make_candidate,
   make_inputs,
@@ -87,7 +88,9 @@ class Runner:
         make_inputs(case.problem),
         Gate(case.problem, seed),
         [
-            make_candidate(case.problem, name, self.device)
+            make_candidate(
+                case.problem, name, self.device, emulated=not self.on_gpu
+            )
             for name in self.implementations
         ],
     )
@@ -160,12 +163,18 @@ class Runner:
 
 
 def _compiled(candidate: Candidate, case: Case) -> Candidate:
-  """As products.compiled; what does not compile is left to fail at the gate."""
+  """As products.compiled; what does not compile fails when the gate calls it."""
   try:
     return compiled(candidate, case.problem)
-  except _KERNEL_ERRORS:
-    logging.warning("%s: %s does not compile", case.name, candidate.implementation)
-    return candidate
+  except _KERNEL_ERRORS as error:
+    return dataclasses.replace(candidate, product=_raiser(error))
+
+
+def _raiser(error: Exception) -> Product:
+  def product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    raise error
+
+  return product
 
 
 def _verdict(one: _Prepared, candidate: Candidate, inputs: Inputs) -> Verdict:

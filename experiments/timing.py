@@ -9,13 +9,13 @@ and returns the kernels of that second call in the order of their launch.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
-import numpy as np
 from jax.experimental.mosaic.gpu import profiler
+import numpy as np
 
 Kernels = list[tuple[str, float]]  # (kernel name, time in ms), in launch order
 

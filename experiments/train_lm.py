@@ -13,24 +13,24 @@ support.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import dataclasses
 import json
 import math
 import pathlib
 import sys
 import time
-from collections.abc import Sequence
 
+from absl import app, flags, logging
 import jax
+from matplotlib.figure import Figure
 import numpy as np
 import optax
-from absl import app, flags, logging
-from matplotlib.figure import Figure
 from tqdm import tqdm
 
-import jaxgemm
 from experiments import corpus, provenance, transformer
 from experiments.kernel_count import GemmCount, count_gemms
+import jaxgemm
 from jaxgemm.device import current_device, supported
 
 _CPU_DEFAULTS = {
@@ -230,7 +230,7 @@ def draw(runs: Sequence[Run], path: pathlib.Path, title: str) -> None:
     steps = range(1, len(run.losses) + 1)
     axes.plot(
         steps, run.losses, linewidth=1 if i else 3, alpha=1 if i else 0.4,
-        label=f"{run.implementation}: {run.final_loss:.4f}",
+        label=f"{run.implementation}: {run.final_loss:.4f} at the end",
     )
   axes.set_xlabel("step")
   axes.set_ylabel("loss (nats a byte)")
@@ -246,7 +246,7 @@ def _json(value: float | None) -> float | None:
 def main(argv: Sequence[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-  if flags.FLAGS["verbosity"].using_default_value:
+  if flags.FLAGS.verbosity == logging.INFO:  # app.run's default.
     logging.set_verbosity(logging.WARNING)  # JAX informs of each absent platform.
   on_gpu = jax.default_backend() == "gpu"
   on_hopper = supported(current_device())

@@ -14,9 +14,9 @@ values). Splitting the heads off moves the data once, as it does in any library.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax

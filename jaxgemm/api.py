@@ -11,15 +11,23 @@ import functools
 import operator
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jaxgemm import plan as plans
 from jaxgemm import precision as precisions
 from jaxgemm.checkpoint_policies import name_product
 from jaxgemm.contexts import current_target
-from jaxgemm.dims import Axes, DimensionNumbers, Dims, Shape, fold, label_axes
+from jaxgemm.dims import (
+    Axes,
+    DimensionNumbers,
+    Dims,
+    Shape,
+    fold,
+    label_axes,
+    label_sizes,
+)
 from jaxgemm.lowering import local_plan, permuted, planned_device
 from jaxgemm.primitive import bind
 from jaxgemm.product import Product
@@ -331,7 +339,7 @@ def _matmul_axes(
       for shape in (a_shape, b_shape)
   ]
   labels, squeezes, positions = ([], []), ([], []), [0, 0]
-  for i, pair in enumerate(zip(*sizes)):
+  for i, pair in enumerate(zip(*sizes, strict=True)):
     if None not in pair and 1 not in pair and pair[0] != pair[1]:
       raise ValueError(f"{name}: {shapes}; their batches do not broadcast")
     for side, (size, other) in enumerate((pair, pair[::-1])):
@@ -376,7 +384,7 @@ def _checked_numbers(lhs_shape, rhs_shape, numbers) -> DimensionNumbers:
     elif len(set(dims)) < len(dims):
       problem = f"a dimension of {side} appears twice in {dims}"
   if problem is None:
-    for i, j in zip(lhs_contract + lhs_batch, rhs_contract + rhs_batch):
+    for i, j in zip(lhs_contract + lhs_batch, rhs_contract + rhs_batch, strict=True):
       if lhs_shape[i] != rhs_shape[j]:
         problem = (
             f"dimension {i} of lhs is {lhs_shape[i]}, dimension {j} of rhs"
@@ -394,7 +402,7 @@ def _broadcast_c(c, axes: tuple[Axes, Axes, Axes], lhs_shape: Shape, rhs_shape: 
   """c as an array of the shape of the result."""
   c = _as_array("gemm", c)
   lhs, rhs, out = axes
-  sizes = dict(zip(lhs, lhs_shape)) | dict(zip(rhs, rhs_shape))
+  sizes = label_sizes(lhs, rhs, lhs_shape, rhs_shape)
   shape = tuple(sizes[axis] for axis in out)
   if c.shape == shape:
     return c

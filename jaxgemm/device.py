@@ -5,9 +5,9 @@ Nothing here runs at import: `current_device` asks for the backend when called.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 import dataclasses
 import functools
-from collections.abc import Mapping
 
 import jax
 

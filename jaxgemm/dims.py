@@ -172,7 +172,7 @@ def fold(
   Returns: dims, and the transpositions of operands and result that they need.
   Example: fold(("m", "k"), ("k", "n"), ("m", "n"), (4, 8), (8, 2)).dims == Dims()
   """
-  size = dict(zip(lhs, lhs_shape)) | dict(zip(rhs, rhs_shape))
+  size = label_sizes(lhs, rhs, lhs_shape, rhs_shape)
   batch = [axis for axis in out if axis in lhs and axis in rhs]
   rows = [axis for axis in out if axis in lhs and axis not in rhs]
   cols = [axis for axis in out if axis in rhs and axis not in lhs]
@@ -206,12 +206,19 @@ def label_axes(
   (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
   lhs = [f"l{i}" for i in range(lhs_rank)]
   rhs = [f"r{i}" for i in range(rhs_rank)]
-  for i, j in (*zip(lhs_contract, rhs_contract), *zip(lhs_batch, rhs_batch)):
+  for i, j in zip(lhs_contract + lhs_batch, rhs_contract + rhs_batch, strict=True):
     rhs[j] = lhs[i]
   out = [lhs[i] for i in lhs_batch]
   out += [lhs[i] for i in range(lhs_rank) if i not in {*lhs_contract, *lhs_batch}]
   out += [rhs[i] for i in range(rhs_rank) if i not in {*rhs_contract, *rhs_batch}]
   return tuple(lhs), tuple(rhs), tuple(out)
+
+
+def label_sizes(
+    lhs: Axes, rhs: Axes, lhs_shape: Shape, rhs_shape: Shape
+) -> dict[str, int]:
+  """The size of each label."""
+  return dict(zip(lhs + rhs, lhs_shape + rhs_shape, strict=True))
 
 
 def _orders(axes: list[str], *references: Axes) -> list[list[str]]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 from jax import lax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxgemm import plan as plans
@@ -53,7 +53,7 @@ def lax_out_sharding(product: Product) -> NamedSharding | None:
 
 def permuted(sharding: NamedSharding, have, want) -> NamedSharding:
   """The sharding of the axes `have`, in the order of `want`."""
-  parts = dict(zip(have, tuple(sharding.spec) + (None,) * len(have)))
+  parts = dict.fromkeys(have) | dict(zip(have, sharding.spec, strict=False))
   spec = PartitionSpec(
       *(parts[axis] for axis in want),
       unreduced=sharding.spec.unreduced, reduced=sharding.spec.reduced,
@@ -93,11 +93,10 @@ def local_product(product: Product, lhs, rhs, c=None) -> jax.Array:
         product.replace(out_sharding=None), lhs, rhs, c, cuda=not emulated
     )
   dims = product.dims
-  groups = (dims.lhs, dims.rhs) + (() if c is None else (dims.out,))
-  operands = [
-      lax.reshape(x, product.folded_shape(g, x.shape))
-      for g, x in zip(groups, (lhs, rhs, c))
-  ]
+  stored = [(dims.lhs, lhs), (dims.rhs, rhs)]
+  if c is not None:
+    stored.append((dims.out, c))
+  operands = [lax.reshape(x, product.folded_shape(g, x.shape)) for g, x in stored]
   device = planned_device(product)
   assert device is not None
   if emulated:

@@ -3,19 +3,32 @@
 XLA cannot look into a kernel: it would gather the operands and run the whole
 product on every device. `partitioned_product` tells it how the shards of a product
 are products themselves, and that a sharded k leaves partial sums to be added.
+
+Operands are not gathered: m, n and the batch need no communication, k one reduction
+of the result. Only where one mesh axis cuts two dimensions that cannot both have it
+must one operand move: each choice is tried, and the cheapest is taken.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+import dataclasses
 import functools
+import itertools
 import math
 
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from jaxgemm.lowering import epilogue, xla_product
 from jaxgemm.product import Product
+
+# Rough rates of one device; only their ratio matters, and it need not be exact.
+_FLOPS_PER_SECOND = 5e14
+_BYTES_PER_SECOND = 2e11
+
+Parts = dict[str, tuple[str, ...]]  # The mesh axes of each dimension, by its name.
 
 
 @functools.lru_cache(maxsize=4096)
@@ -28,21 +41,20 @@ def partitioned_product(product: Product, has_c: bool, bind):
     bind: bind(*operands, product=product) computes the product of one shard.
   """
   dims = product.dims
-  groups = [dims.lhs, dims.rhs] + [dims.out] * has_c
+  groups = (dims.lhs, dims.rhs) + (dims.out,) * has_c
 
-  def whole(*operands):
-    # Only the types of this function's results count: see `_partition`.
-    return xla_product(product, *operands, cuda=True)
+  # Only the types of the results of these two count: `_partition` has the rest. And
+  # custom_partitioning reads their signature, which may not be *operands.
+  def whole(lhs, rhs):
+    return xla_product(product, lhs, rhs, cuda=True)
 
-  partition = functools.partial(_partition, product, tuple(groups), bind)
-  function = custom_partitioning(
-      # custom_partitioning reads the signature: it takes no *operands.
-      (lambda lhs, rhs, c: whole(lhs, rhs, c)) if has_c
-      else (lambda lhs, rhs: whole(lhs, rhs))
-  )
+  def whole_with_c(lhs, rhs, c):
+    return xla_product(product, lhs, rhs, c, cuda=True)
+
+  function = custom_partitioning(whole_with_c if has_c else whole)
   operands = ", ".join(" ".join(dims.names(g)) for g in groups)
   function.def_partition(
-      partition,
+      functools.partial(_partition, product, groups, bind),
       sharding_rule=f"{operands} -> {' '.join(dims.names(dims.out))}",
       reduction_factors=tuple(dims.names("k")),
   )
@@ -55,67 +67,162 @@ def _partition(product: Product, groups, bind, mesh, operands, result):
   if product.target is not None and product.target.emulate:
     # JAX loses the host callbacks of a partition, so XLA's dot computes the shards.
     product = product.replace(target=None, implementation=None, config=None)
-  names = [dims.names(g) for g in groups]
-  out_names = dims.names(dims.out)
-  axes = _assign_axes(
-      [_parts(n, x) for n, x in zip(names, operands)], _parts(out_names, result),
-      _sizes(names, operands), mesh.shape,
-  )
-  summed = tuple(axis for name in dims.names("k") for axis in axes.get(name, ()))
+  product = product.replace(out_sharding=None)
+  arrays = [_Array.of(dims.names(g), x) for g, x in zip(groups, operands, strict=True)]
+  out = _Array.of(dims.names(dims.out), result)
+  layout = choose_layout(arrays, out, dict(mesh.shape))
 
   def shard(*operands):
-    if not summed:
-      return bind(*operands, product=product.replace(out_sharding=None))
+    # A mesh with explicit axes in context would annotate what is local by now.
+    with use_abstract_mesh(AbstractMesh((), ())):
+      return compute(*operands)
+
+  def compute(*operands):
+    if not (layout.summed or layout.scattered):
+      return bind(*operands, product=product)
     lhs, rhs, *c = operands
     # As XLA's dot does, the partial sums travel in the result's dtype, unless there
     # is more to be done with them.
     plain = product.alpha == 1.0 and not c
-    partial = product.replace(
-        out_sharding=None, alpha=1.0, beta=0.0,
-        out_dtype=product.out_dtype if plain else "float32",
+    partial = product if plain else product.replace(
+        alpha=1.0, beta=0.0, out_dtype="float32"
     )
-    out = lax.psum(bind(lhs, rhs, product=partial), summed)
-    return out if plain else epilogue(product, out, *(c or [None]))
+    out = bind(lhs, rhs, product=partial)
+    for name, axes in layout.scattered.items():
+      out = lax.psum_scatter(
+          out, axes, scatter_dimension=dims.names(dims.out).index(name), tiled=True
+      )
+    if layout.summed:
+      out = lax.psum(out, layout.summed)
+    return out if plain else epilogue(product, out, *c)
 
-  def sharding(names):
-    return NamedSharding(mesh, PartitionSpec(*(axes.get(name) for name in names)))
+  def sharding(array, parts):
+    return NamedSharding(mesh, PartitionSpec(*(parts.get(n) for n in array.sizes)))
 
-  return mesh, shard, sharding(out_names), tuple(map(sharding, names))
+  shardings = [sharding(array, layout.parts) for array in arrays]
+  out_parts = layout.parts | layout.scattered
+  if len(shardings) == 3:
+    # c is added after the reduction, as the result lies then.
+    shardings[2] = sharding(arrays[2], out_parts)
+  return mesh, shard, sharding(out, out_parts), tuple(shardings)
 
 
-def _assign_axes(operands, result, sizes, mesh_shape):
-  """The mesh axes of every dimension, each axis used once.
+@dataclasses.dataclass(frozen=True)
+class _Array:
+  """The sizes of an array's dimensions by name, their mesh axes, bytes an element."""
 
-  What the operands say comes first, so that none is gathered; where both want the
-  same axis, k goes first (partial sums are cheaper than operands), then what the
-  result agrees with. A k that the axes do not divide stays whole: the padding of
-  its last shard would enter the sums.
+  sizes: dict[str, int]
+  parts: Parts
+  itemsize: int
+
+  @classmethod
+  def of(cls, names, x) -> _Array:
+    parts = {
+        name: axes if isinstance(axes, tuple) else (axes,)
+        for name, axes in zip(names, x.sharding.spec, strict=False) if axes is not None
+    }
+    return cls(dict(zip(names, x.shape, strict=True)), parts, x.dtype.itemsize)
+
+  def local_bytes(self, parts: Parts, mesh_shape: Mapping[str, int]) -> float:
+    """Bytes of one shard if it lies as `parts` says."""
+    axes = [axis for name in self.sizes for axis in parts.get(name, ())]
+    shards = math.prod(mesh_shape[axis] for axis in axes)
+    return math.prod(self.sizes.values()) * self.itemsize / shards
+
+  def is_cut_from(self, have: Parts, want: Parts) -> bool:
+    """Whether each device finds its shard of `want` within its own of `have`."""
+    return all(
+        want.get(name, ())[: len(have.get(name, ()))] == have.get(name, ())
+        for name in self.sizes
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+  """How a product is shared out.
+
+  Attributes:
+    parts: the mesh axes of each dimension of the shards' products.
+    scattered: mesh axes of k over which the sum is left scattered along a dimension
+      of the result.
+    summed: mesh axes of k over which every device gets the sum.
   """
-  wishes = []
-  for parts in operands:
-    for name, axes in parts.items():
-      agrees = result.get(name) == axes
-      wishes.append((0 if name[0] == "k" else 1 if agrees else 2, name, axes))
-  wishes += [(3, name, axes) for name, axes in result.items()]
-  assigned, used = {}, set()
-  for _, name, axes in sorted(wishes, key=lambda wish: wish[0]):
-    num_shards = math.prod(mesh_shape[axis] for axis in axes)
-    if name[0] == "k" and sizes[name] % num_shards:
-      continue
-    if axes and name not in assigned and used.isdisjoint(axes):
-      assigned[name] = axes
-      used.update(axes)
-  return assigned
+
+  parts: Parts
+  scattered: Parts
+  summed: tuple[str, ...]
 
 
-def _parts(names, x) -> dict[str, tuple[str, ...]]:
-  """The mesh axes of each dimension of an array or of its shape."""
-  spec = tuple(x.sharding.spec) + (None,) * len(names)
-  return {
-      name: () if axes is None else axes if isinstance(axes, tuple) else (axes,)
-      for name, axes in zip(names, spec)
-  }
+def choose_layout(
+    operands: list[_Array], out: _Array, mesh_shape: Mapping[str, int]
+) -> Layout:
+  """The layout that gathers no operand, or where they conflict, costs least.
+
+  A mesh axis serves the dimension that it cuts in the operands, or if it cuts none,
+  in the result. Only an axis that cuts two dimensions in the operands has a choice.
+  """
+  sizes = {name: n for array in (*operands, out) for name, n in array.sizes.items()}
+  wishes: dict[str, list[str]] = {}
+  for arrays in (operands[:2], operands[2:] + [out]):
+    taken = set(wishes)
+    for array in arrays:
+      for name, axes in array.parts.items():
+        for axis in axes:
+          if axis not in taken and name not in wishes.setdefault(axis, []):
+            wishes[axis].append(name)
+  best, least = None, math.inf
+  for names in itertools.product(*wishes.values()):
+    name_of_axis = dict(zip(wishes, names, strict=True))
+    layout = _layout([*operands, out], sizes, out, name_of_axis, mesh_shape)
+    cost = _cost(layout, operands, sizes, out, mesh_shape)
+    if cost < least:
+      best, least = layout, cost
+  assert best is not None
+  return best
 
 
-def _sizes(names, operands) -> dict[str, int]:
-  return {n: s for ns, x in zip(names, operands) for n, s in zip(ns, x.shape)}
+def _layout(
+    arrays, sizes, out: _Array, name_of_axis: dict[str, str],
+    mesh_shape: Mapping[str, int],
+) -> Layout:
+  """The layout that gives each mesh axis to the dimension of that name."""
+  parts: Parts = {}
+  for name in sizes:
+    axes = [axis for axis, wanted in name_of_axis.items() if wanted == name]
+    # In the order in which an array has them already, if one does.
+    for array in arrays:
+      if set(axes) == set(array.parts.get(name, ())):
+        axes = array.parts.get(name, ())
+        break
+    # An uneven share of k would sum what pads the last shard: k stays whole then.
+    shards = math.prod(mesh_shape[axis] for axis in axes)
+    if axes and not (name[0] == "k" and sizes[name] % shards):
+      parts[name] = tuple(axes)
+  summed = [axis for name in parts if name[0] == "k" for axis in parts[name]]
+  scattered: Parts = {}
+  for name, axes in out.parts.items():
+    shards = math.prod(mesh_shape[axis] for axis in axes)
+    if name not in parts and set(axes) <= set(summed) and not sizes[name] % shards:
+      scattered[name] = axes
+      summed = [axis for axis in summed if axis not in axes]
+  return Layout(parts, scattered, tuple(summed))
+
+
+def _cost(layout: Layout, operands, sizes, out: _Array, mesh_shape) -> float:
+  """Seconds that a layout takes, roughly: arithmetic and what each device receives."""
+  shards = math.prod(mesh_shape[a] for axes in layout.parts.values() for a in axes)
+  cost = 2 * math.prod(sizes.values()) / shards / _FLOPS_PER_SECOND
+  received = 0.0
+  out_parts = layout.parts | layout.scattered
+  for index, array in enumerate(operands):
+    want = out_parts if index == 2 else layout.parts
+    if not array.is_cut_from(array.parts, want):
+      received += array.local_bytes(want, mesh_shape)
+  partial_bytes = out.local_bytes(layout.parts, mesh_shape)
+  if layout.scattered:
+    received += partial_bytes
+  if layout.summed:
+    received += 2 * out.local_bytes(out_parts, mesh_shape)
+  if not out.is_cut_from(out_parts, out.parts):
+    received += out.local_bytes(out.parts, mesh_shape)
+  return cost + received / _BYTES_PER_SECOND

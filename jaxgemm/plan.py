@@ -78,10 +78,11 @@ def describe(plan: Plan, device: Device | None) -> str:
   """The plan in words, and the candidates that the heuristics weighed."""
   lines = [str(plan)]
   if supported(device) and plan.source != "fallback":
-    lines.append(f"  candidates on {device.kind}, by estimated time:")
+    candidates = heuristics.candidates(plan.problem, device)
+    lines.append(f"  the best of {len(candidates)} candidates on {device.kind}:")
     lines += [
-        f"    {c.time_us:9.1f} us  {c.kernel} {c.config} ({c.reason})"
-        for c in heuristics.candidates(plan.problem, device)
+        f"    {c.time_us:9.1f} us  {c.kernel} {c.config or ''} ({c.reason})"
+        for c in candidates[:8]
     ]
   return "\n".join(lines)
 

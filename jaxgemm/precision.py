@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import jax.numpy as jnp
 from jax import lax
+import jax.numpy as jnp
 
 from pallas_kernels.problem import ALGORITHM_OF_DTYPE, ALGORITHMS, OUT_DTYPES
 

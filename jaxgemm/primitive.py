@@ -12,19 +12,20 @@ from __future__ import annotations
 import functools
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxgemm import precision as precisions
 from jaxgemm.dims import Dims, fold
 from jaxgemm.lowering import (
-    epilogue,
-    lax_out_sharding,
-    local_product,
-    permuted,
-    xla_product,
+  epilogue,
+  lax_out_sharding,
+  local_product,
+  permuted,
+  xla_product,
 )
 from jaxgemm.partitioning import partitioned_product
 from jaxgemm.product import Product
@@ -43,7 +44,8 @@ def bind(lhs, rhs, c=None, *, product: Product) -> jax.Array:
 
 # Without it: "Evaluation rule for 'jaxgemm' not implemented", outside of jit.
 def _impl(*operands, product: Product):
-  return _jitted(product)(*operands)
+  with jax.disable_jit(False):  # Else it would call itself under disable_jit.
+    return _jitted(product)(*operands)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -156,7 +158,9 @@ def _gradient(ct, other, aval, index: int, product: Product):
   gradient, ct_is_rhs = dims.rhs_gradient() if index else dims.lhs_gradient()
   stored = dims.rhs if index else dims.lhs
   sums_batch = bool(dims.b) and "b" not in stored
-  out_sharding = None if sums_batch else _explicit(aval.sharding)
+  out_sharding = _explicit(aval.sharding)
+  if out_sharding is not None and sums_batch:
+    out_sharding = _with_batch(out_sharding, jax.typeof(ct).sharding.spec[: dims.b])
   operands = (other, ct) if ct_is_rhs else (ct, other)
   out = _any_product(
       operands, gradient, "float32" if sums_batch else aval.dtype.name, out_sharding,
@@ -204,6 +208,17 @@ def _explicit(sharding):
   return sharding
 
 
+def _with_batch(sharding, batch):
+  """The sharding with dimensions in front that lie as `batch` says, if they can."""
+  used = {axis for axes in sharding.spec for axis in _tuple(axes)}
+  batch = [None if used & {*_tuple(axes)} else axes for axes in batch]
+  return NamedSharding(sharding.mesh, PartitionSpec(*batch, *sharding.spec))
+
+
+def _tuple(axes) -> tuple[str, ...]:
+  return () if axes is None else axes if isinstance(axes, tuple) else (axes,)
+
+
 # Without it: "Batching rule for 'jaxgemm' not implemented".
 def _batch(operands, axes, *, product: Product):
   """A batch of one operand joins m or n where its storage allows, else the batch."""
@@ -231,7 +246,7 @@ def _batch(operands, axes, *, product: Product):
     spec = list(out_sharding.spec) + [None] * (len(out_names) - len(out_sharding.spec))
     spec.insert(out_axis, jax.typeof(x).sharding.spec[axis])
     out_sharding = permuted(
-        out_sharding.update(spec=jax.sharding.PartitionSpec(*spec)),
+        out_sharding.update(spec=PartitionSpec(*spec)),
         wanted, _transposed_names(wanted, folding.c_perm),
     )
   out = bind(
@@ -271,7 +286,7 @@ def _with_axis(x, axis: int | None, new_axis: int, size: int | None):
 
 
 def _axis_size(operands, axes) -> int:
-  return next(x.shape[a] for x, a in zip(operands, axes) if a is not None)
+  return next(x.shape[a] for x, a in zip(operands, axes, strict=True) if a is not None)
 
 
 def _transposed(x, perm):

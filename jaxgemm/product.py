@@ -41,6 +41,17 @@ class Product:
   target: Target | None = None
   out_sharding: Any = None
 
+  def __repr__(self) -> str:
+    """What a jaxpr shows: the dimensions, and what is not the default."""
+    dims = self.dims
+    lhs, rhs, out = (" ".join(dims.names(g)) for g in (dims.lhs, dims.rhs, dims.out))
+    parts = [f"{lhs}, {rhs} -> {out}", self.algorithm, self.out_dtype]
+    for field in dataclasses.fields(self)[3:]:
+      value = getattr(self, field.name)
+      if value != field.default:
+        parts.append(f"{field.name}={value}")
+    return "; ".join(parts)
+
   def replace(self, **changes) -> Product:
     return dataclasses.replace(self, **changes)
 

@@ -19,7 +19,8 @@ def dot_general(lhs, rhs, dimension_numbers) -> np.ndarray:
   lhs, rhs = _float64(lhs), _float64(rhs)
   lhs_names = list(range(lhs.ndim))
   rhs_names = list(range(lhs.ndim, lhs.ndim + rhs.ndim))
-  for i, j in [*zip(lhs_contract, rhs_contract), *zip(lhs_batch, rhs_batch)]:
+  lhs_paired, rhs_paired = (*lhs_contract, *lhs_batch), (*rhs_contract, *rhs_batch)
+  for i, j in zip(lhs_paired, rhs_paired, strict=True):
     rhs_names[j] = lhs_names[i]
   batch = [lhs_names[i] for i in lhs_batch]
   taken = {*batch, *(lhs_names[i] for i in lhs_contract)}

@@ -5,8 +5,8 @@ Every import of `jax._src` is here, so that a new JAX version is one file's work
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+import threading
 from typing import Any
 
 import jax

@@ -1,0 +1,113 @@
+"""Operands, truth and baseline of a Problem: what tests of kernels share."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+import numpy as np
+
+from jaxgemm import reference
+from pallas_kernels import KERNELS, compat
+from pallas_kernels.problem import (
+  ALGORITHM_OF_DTYPE,
+  BlockedConfig,
+  PersistentConfig,
+  PipelinedConfig,
+  Problem,
+  SplitKConfig,
+)
+
+LAYOUTS = {
+    "NN": dict(lhs_layout="k-major", rhs_layout="n-major"),
+    "NT": dict(lhs_layout="k-major", rhs_layout="k-major"),
+    "TN": dict(lhs_layout="m-major", rhs_layout="n-major"),
+    "TT": dict(lhs_layout="m-major", rhs_layout="k-major"),
+}
+
+
+def make_problem(m, n, k, layouts="NN", dtype="bfloat16", **fields) -> Problem:
+  fields.setdefault("out_dtype", dtype)
+  return Problem(
+      m, n, k, dtype=dtype, algorithm=ALGORITHM_OF_DTYPE[dtype], **LAYOUTS[layouts],
+      **fields,
+  )
+
+
+def small_config(kernel: str, dtype="bfloat16", **fields):
+  """A config with which a few hundred rows and columns are several tiles."""
+  tile_k = 32 if dtype == "float32" else 64
+  config = {
+      "blocked": BlockedConfig(128, 128, tile_k),
+      "pipelined": PipelinedConfig(128, 128, tile_k, num_stages=3),
+      "persistent": PersistentConfig(128, 128, tile_k, num_stages=3),
+      "split_k": SplitKConfig(128, 128, tile_k, num_stages=3, splits=2),
+  }[kernel]
+  return type(config)(**{**vars(config), **fields})
+
+
+def random_operands(problem: Problem, seed: int = 0) -> tuple[jax.Array, ...]:
+  """Fresh normal operands as the problem stores them: lhs, rhs and maybe c."""
+  rng = np.random.default_rng(seed)
+  specs = [(problem.lhs_shape, problem.dtype), (problem.rhs_shape, problem.dtype)]
+  if problem.epilogue.has_c:
+    specs.append((problem.out_shape, problem.epilogue.c_dtype))
+  return tuple(jnp.asarray(rng.standard_normal(shape), dtype) for shape, dtype in specs)
+
+
+def truth(problem: Problem, operands) -> np.ndarray:
+  """The float64 product of the operands as they are."""
+  lhs, rhs, *c = (np.asarray(x).astype(np.float64) for x in operands)
+  if problem.lhs_layout == "m-major":
+    lhs = lhs.swapaxes(1, 2)
+  if problem.rhs_layout == "k-major":
+    rhs = rhs.swapaxes(1, 2)
+  epilogue = problem.epilogue
+  return reference.matmul(lhs, rhs, *c, alpha=epilogue.alpha, beta=epilogue.beta)
+
+
+def baseline_error(problem: Problem, operands) -> float:
+  """Error of XLA's own result, for the dtypes and precision of the problem.
+
+  On a CPU XLA multiplies float32 exactly; a TF32 baseline rounds the operands as
+  the tensor cores would.
+  """
+  lhs, rhs, *c = operands
+  if problem.dtype == "float32" and jax.default_backend() == "cpu":
+    lhs, rhs = (lax.reduce_precision(x, 8, 10) for x in (lhs, rhs))
+  lhs_k = 2 if problem.lhs_layout == "k-major" else 1
+  rhs_k = 1 if problem.rhs_layout == "n-major" else 2
+  if not problem.lhs_batched:
+    lhs = jnp.broadcast_to(lhs, (problem.batch, *lhs.shape[1:]))
+  if not problem.rhs_batched:
+    rhs = jnp.broadcast_to(rhs, (problem.batch, *rhs.shape[1:]))
+  out = lax.dot_general(
+      lhs, rhs, (((lhs_k,), (rhs_k,)), ((0,), (0,))), preferred_element_type=jnp.float32
+  )
+  out = problem.epilogue.alpha * out
+  if c:
+    out = out + problem.epilogue.beta * c[0].astype(jnp.float32)
+  return reference.relative_error(
+      out.astype(problem.out_dtype), truth(problem, operands)
+  )
+
+
+def emulate(kernel: str, problem: Problem, config, operands, *, num_sms=4) -> jax.Array:
+  """The kernel's result in GPU interpret mode; raises if it raced."""
+  module = KERNELS[kernel]
+  assert module.supports(problem, config) is None
+  return compat.run_interpreted(
+      lambda params: module.launch(
+          operands, problem, config, num_sms=num_sms, interpret=params
+      )
+  )
+
+
+def check(kernel: str, problem: Problem, config, *, seed=0, num_sms=4) -> None:
+  """Asserts that the emulated kernel is as accurate as twice XLA's error."""
+  operands = random_operands(problem, seed)
+  result = emulate(kernel, problem, config, operands, num_sms=num_sms)
+  assert result.shape == problem.out_shape
+  assert result.dtype == problem.out_dtype
+  error = reference.relative_error(result, truth(problem, operands))
+  assert error <= 2 * baseline_error(problem, operands), (problem, config)

@@ -1,0 +1,443 @@
+"""matmul, dot_general and gemm: their namesakes' semantics, and their errors."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+from product_cases import normal, product_dims, products
+import pytest
+
+import jaxgemm
+from jaxgemm import reference
+from jaxgemm.dims import Dims, fold, label_axes
+from jaxgemm.precision import choose_algorithm
+from pallas_kernels.problem import BlockedConfig
+
+MATMUL_SHAPES = [
+    ((4, 5), (5, 6)),
+    ((5,), (5, 6)),
+    ((4, 5), (5,)),
+    ((5,), (5,)),
+    ((3, 4, 5), (5, 6)),
+    ((4, 5), (3, 5, 6)),
+    ((3, 4, 5), (3, 5, 6)),
+    ((3, 4, 5), (5,)),
+    ((5,), (3, 5, 6)),
+    ((1, 4, 5), (3, 5, 6)),
+    ((3, 4, 5), (1, 5, 6)),
+    ((1, 4, 5), (1, 5, 6)),
+    ((2, 3, 4, 5), (3, 5, 6)),
+    ((3, 4, 5), (2, 3, 5, 6)),
+    ((2, 1, 4, 5), (1, 3, 5, 6)),
+    ((2, 3, 4, 5), (2, 1, 5, 6)),
+    ((7, 2, 3, 4, 5), (2, 1, 5, 6)),
+    ((0, 5), (5, 6)),
+    ((4, 0), (0, 6)),
+    ((4, 5), (5, 0)),
+    ((0, 4, 5), (0, 5, 6)),
+    ((0, 4, 5), (5, 6)),
+    ((1, 1), (1, 1)),
+]
+
+
+def _assert_close(result, truth, dtype):
+  assert result.dtype == dtype
+  bound = {"float32": 2e-6, "bfloat16": 4e-3, "float16": 5e-4}[jnp.dtype(dtype).name]
+  assert reference.relative_error(result, truth) <= bound
+
+
+@pytest.mark.parametrize("shapes", MATMUL_SHAPES, ids=str)
+def test_matmul_shapes(shapes, rng):
+  a, b = (normal(rng, *shape) for shape in shapes)
+  result = jaxgemm.matmul(a, b)
+  assert result.shape == jnp.matmul(a, b).shape
+  _assert_close(result, reference.matmul(a, b), "float32")
+  # Not by way of XLA's dot: the product is one of ours.
+  assert len(products(jaxgemm.matmul, a, b)) == 1
+
+
+@pytest.mark.parametrize(
+    "shapes, dims",
+    [
+        (((4, 5), (5, 6)), Dims()),
+        (((3, 4, 5), (5, 6)), Dims(m=2)),
+        (((4, 5), (3, 5, 6)), Dims("mk", "bkn", b=1)),
+        (((3, 4, 5), (3, 5, 6)), Dims(b=1)),
+        (((7, 3, 4, 5), (7, 3, 5, 6)), Dims(b=2)),
+        (((5,), (5, 6)), Dims(m=0)),
+        (((5,), (5,)), Dims(m=0, n=0)),
+        (((1, 4, 5), (3, 5, 6)), Dims("mk", "bkn", b=1)),
+    ],
+    ids=str,
+)
+def test_matmul_copies_nothing_that_folds(shapes, dims):
+  a, b = (jnp.zeros(shape) for shape in shapes)
+  jaxpr = jax.make_jaxpr(jaxgemm.matmul)(a, b)
+  assert "transpose" not in str(jaxpr) and "broadcast" not in str(jaxpr)
+  assert product_dims(jaxgemm.matmul, a, b) == [dims]
+
+
+# -- dot_general -------------------------------------------------------------------
+
+DIMENSION_NUMBERS = {
+    "NN": ((4, 5), (5, 6), (((1,), (0,)), ((), ()))),
+    "NT": ((4, 5), (6, 5), (((1,), (1,)), ((), ()))),
+    "TN": ((5, 4), (5, 6), (((0,), (0,)), ((), ()))),
+    "TT": ((5, 4), (6, 5), (((0,), (1,)), ((), ()))),
+    "batch TN": ((3, 5, 4), (3, 5, 6), (((1,), (1,)), ((0,), (0,)))),
+    "two k": ((4, 2, 5), (2, 5, 6), (((1, 2), (0, 1)), ((), ()))),
+    "two k crossed": ((4, 2, 5), (5, 2, 6), (((1, 2), (1, 0)), ((), ()))),
+    "outer": ((4,), (6,), (((), ()), ((), ()))),
+    "full": ((4, 5), (4, 5), (((0, 1), (0, 1)), ((), ()))),
+    "k inside lhs": ((2, 5, 4), (5, 6), (((1,), (0,)), ((), ()))),
+    "k inside rhs": ((4, 5), (2, 5, 6), (((1,), (1,)), ((), ()))),
+    "k inside both": ((2, 5, 4), (3, 5, 6), (((1,), (1,)), ((), ()))),
+    "batch last": ((4, 5, 3), (5, 6, 3), (((1,), (0,)), ((2,), (2,)))),
+    "heads": ((3, 7, 2, 5), (3, 8, 2, 5), (((3,), (3,)), ((0, 2), (0, 2)))),
+    "batch crossed": ((3, 2, 4, 5), (2, 3, 5, 6), (((3,), (2,)), ((0, 1), (1, 0)))),
+    "batch backwards": ((3, 2, 4, 5), (3, 2, 5, 6), (((3,), (2,)), ((1, 0), (1, 0)))),
+    "batch only": ((3, 2), (3, 2), (((), ()), ((0, 1), (0, 1)))),
+    "lists": ((4, 5), (5, 6), [([1], [0]), ([], [])]),
+}
+
+
+@pytest.mark.parametrize("name", DIMENSION_NUMBERS)
+def test_dot_general(name, rng):
+  lhs_shape, rhs_shape, numbers = DIMENSION_NUMBERS[name]
+  lhs, rhs = normal(rng, *lhs_shape), normal(rng, *rhs_shape)
+  result = jaxgemm.dot_general(lhs, rhs, numbers)
+  assert result.shape == lax.dot_general(lhs, rhs, numbers).shape
+  _assert_close(result, reference.dot_general(lhs, rhs, numbers), "float32")
+  assert len(products(lambda l, r: jaxgemm.dot_general(l, r, numbers), lhs, rhs)) == 1
+
+
+@pytest.mark.parametrize("name", ["NN", "NT", "TN", "TT", "batch TN", "k inside lhs"])
+def test_dot_general_multiplies_in_place(name):
+  lhs_shape, rhs_shape, numbers = DIMENSION_NUMBERS[name]
+  axes = label_axes(len(lhs_shape), len(rhs_shape), numbers)
+  folding = fold(*axes, lhs_shape, rhs_shape)
+  assert folding.moved == 0
+  assert folding.lhs_perm is folding.rhs_perm is folding.out_perm is None
+
+
+def test_fold_moves_the_smaller():
+  # k lies inside n: moving rhs costs k * 64, moving the result m * 64.
+  axes = (("m", "k"), ("n0", "k", "n1"), ("m", "n0", "n1"))
+  small_m = fold(*axes, (2, 100), (8, 100, 8))
+  assert small_m.moved == 2 * 64 and small_m.out_perm and small_m.dims.shared == "lhs"
+  small_k = fold(*axes, (100, 2), (8, 2, 8))
+  assert small_k.moved == 2 * 64 and small_k.rhs_perm
+
+
+def test_fold_is_right_for_random_einsums(rng):
+  """Whatever the order of the axes, transposing and multiplying gives the einsum."""
+  sizes = {"b": 2, "c": 3, "m": 4, "p": 2, "n": 3, "q": 2, "k": 5, "l": 2}
+  for _ in range(200):
+    kinds = {axis: rng.random() < 0.7 for axis in sizes}
+    lhs = tuple(rng.permutation([a for a in "bcmpkl" if kinds[a]]))
+    rhs = tuple(rng.permutation([a for a in "bcnqkl" if kinds[a]]))
+    out = tuple(rng.permutation([a for a in "bcmpnq" if kinds[a]]))
+    if not lhs or not rhs:
+      continue
+    x, y = (
+        rng.standard_normal([sizes[a] for a in axes]).astype(np.float32)
+        for axes in (lhs, rhs)
+    )
+    folding = fold(lhs, rhs, out, x.shape, y.shape)
+    dims = folding.dims
+    truth = np.einsum(f"{''.join(lhs)},{''.join(rhs)}->{''.join(out)}", x, y)
+    x = x if folding.lhs_perm is None else x.transpose(folding.lhs_perm)
+    y = y if folding.rhs_perm is None else y.transpose(folding.rhs_perm)
+    names = [dims.names(groups) for groups in (dims.lhs, dims.rhs, dims.out)]
+    label = dict(zip(sorted({*sum(names, [])}), "abcdefghijkl", strict=False))
+    lhs, rhs, out = ("".join(label[name] for name in group) for group in names)
+    result = np.einsum(f"{lhs},{rhs}->{out}", x, y)
+    if folding.out_perm is not None:
+      result = result.transpose(folding.out_perm)
+    np.testing.assert_allclose(result, truth, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "spec, shapes",
+    [
+        ("bqhd,bkhd->bhqk", ((2, 3, 4, 5), (2, 6, 4, 5))),
+        ("mk,nk->nm", ((3, 4), (5, 4))),
+        ("abc,cd->abd", ((2, 3, 4), (4, 5))),
+        ("ab,ab->", ((2, 3), (2, 3))),
+    ],
+    ids=str,
+)
+def test_einsum_takes_dot_general(spec, shapes, rng):
+  operands = [normal(rng, *shape) for shape in shapes]
+  ours = jnp.einsum(spec, *operands, _dot_general=jaxgemm.dot_general)
+  _assert_close(ours, np.einsum(spec, *map(np.asarray, operands)), "float32")
+
+
+# -- dtypes and precision ----------------------------------------------------------
+
+_DTYPES = ["bfloat16", "float16", "float32", "int32", "int8", "bool", "complex64"]
+
+
+@pytest.mark.parametrize("dtypes", [*itertools.product(_DTYPES, _DTYPES)], ids=str)
+def test_matmul_promotes_as_jnp(dtypes, rng):
+  a, b = (jnp.asarray(4 * rng.standard_normal((8, 8)), dtype) for dtype in dtypes)
+  ours, theirs = jaxgemm.matmul(a, b), jnp.matmul(a, b)
+  assert ours.dtype == theirs.dtype
+  truth = np.matmul(np.asarray(a, np.complex128), np.asarray(b, np.complex128))
+  if jnp.issubdtype(ours.dtype, jnp.inexact):
+    error = np.linalg.norm(np.asarray(ours, np.complex128) - truth)
+    xla_error = np.linalg.norm(np.asarray(theirs, np.complex128) - truth)
+    assert error <= 2 * xla_error + 1e-6 * np.linalg.norm(truth)
+  else:
+    assert np.array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("out_dtype", ["bfloat16", "float16", "float32"])
+def test_preferred_element_type(dtype, out_dtype, rng):
+  a, b = normal(rng, 32, 64, dtype=dtype), normal(rng, 64, 16, dtype=dtype)
+  result = jaxgemm.matmul(a, b, preferred_element_type=out_dtype)
+  _assert_close(result, reference.matmul(a, b), out_dtype)
+  (product,) = products(
+      lambda a, b: jaxgemm.matmul(a, b, preferred_element_type=out_dtype), a, b
+  )
+  assert product.out_dtype == out_dtype
+
+
+_HIGHEST = (lax.Precision.HIGHEST,) * 2
+_DEFAULT = (lax.Precision.DEFAULT,) * 2
+_PRESET = lax.DotAlgorithmPreset
+
+
+@pytest.mark.parametrize(
+    "dtype, precision, algorithm",
+    [
+        ("bfloat16", None, "bf16_f32"),
+        ("bfloat16", _HIGHEST, "bf16_f32"),
+        ("bfloat16", (lax.Precision.HIGH, lax.Precision.DEFAULT), "bf16_f32"),
+        ("bfloat16", _PRESET.DEFAULT, "bf16_f32"),
+        ("bfloat16", _PRESET.BF16_BF16_F32, "bf16_f32"),
+        ("bfloat16", _PRESET.BF16_BF16_BF16, None),
+        ("bfloat16", _PRESET.TF32_TF32_F32, None),
+        ("bfloat16", lax.DotAlgorithm(jnp.bfloat16, jnp.bfloat16, jnp.float32),
+         "bf16_f32"),
+        ("float16", _HIGHEST, "f16_f32"),
+        ("float16", _PRESET.F16_F16_F32, "f16_f32"),
+        ("float16", _PRESET.F16_F16_F16, None),
+        ("float16", _PRESET.BF16_BF16_F32, None),
+        ("float32", None, "tf32_f32"),
+        ("float32", _DEFAULT, "tf32_f32"),
+        ("float32", _PRESET.TF32_TF32_F32, "tf32_f32"),
+        ("float32", (lax.Precision.HIGH,) * 2, None),
+        ("float32", _HIGHEST, None),
+        ("float32", (lax.Precision.DEFAULT, lax.Precision.HIGHEST), None),
+        ("float32", _PRESET.BF16_BF16_F32, None),
+        ("float32", _PRESET.TF32_TF32_F32_X3, None),
+        ("float32", _PRESET.F32_F32_F32, None),
+        ("float64", None, None),
+        ("int8", None, None),
+    ],
+    ids=str,
+)
+def test_algorithm_of_precision(dtype, precision, algorithm):
+  chosen, reason = choose_algorithm(dtype, dtype, dtype, precision)
+  assert chosen == algorithm
+  assert bool(reason) == (algorithm is None)
+  if algorithm is None:
+    assert dtype in reason
+
+
+def test_float32_obeys_the_default_precision(rng):
+  a = normal(rng, 8, 8)
+  matmul = lambda x: jaxgemm.matmul(x, x)
+  assert len(products(matmul, a)) == 1
+  with jax.default_matmul_precision("highest"):
+    assert not products(matmul, a)
+    assert len(products(matmul, a.astype("bfloat16"))) == 1
+
+
+@pytest.mark.parametrize(
+    "dtype, precision", [("float32", "TF32_TF32_F32"), ("float16", "F16_F16_F32")]
+)
+def test_presets_that_a_cpu_does_not_know(dtype, precision, rng):
+  a = normal(rng, 16, 16, dtype=dtype)
+  result = jaxgemm.matmul(a, a, precision=precision)
+  _assert_close(result, reference.matmul(a, a), dtype)
+
+
+def test_xla_gets_the_precision_as_it_is(rng):
+  a = normal(rng, 8, 8)
+  f = lambda a: jaxgemm.matmul(a, a, precision=("highest", "default"))
+  assert "HIGHEST" in jax.jit(f).lower(a).as_text()
+  f = lambda a: jaxgemm.matmul(a, a, precision=("high", "highest"))
+  text = jax.jit(jax.grad(lambda a: f(a).sum())).lower(a).as_text()
+  assert "HIGHEST" in text and "HIGH," in text
+
+
+def test_mixed_dtypes_of_dot_general_go_to_xla(rng):
+  a, b = normal(rng, 4, 5, dtype="bfloat16"), normal(rng, 5, 6)
+  numbers = (((1,), (0,)), ((), ()))
+  f = lambda a, b: jaxgemm.dot_general(a, b, numbers)
+  assert not products(f, a, b)
+  assert f(a, b).dtype == lax.dot_general(a, b, numbers).dtype
+
+
+def test_weak_types_stay_weak():
+  weak = lax.full((4, 4), 1.0)
+  assert weak.weak_type
+  assert jaxgemm.matmul(weak, weak).weak_type == jnp.matmul(weak, weak).weak_type
+  half = jnp.ones((4, 4), "bfloat16")
+  assert jaxgemm.matmul(weak, half).dtype == jnp.matmul(weak, half).dtype == half.dtype
+
+
+# -- operands that are not arrays, and errors --------------------------------------
+
+
+def test_numpy_operands(rng):
+  a = rng.standard_normal((4, 5)).astype("float32")
+  _assert_close(jaxgemm.matmul(a, a.T), reference.matmul(a, a.T), "float32")
+  with pytest.raises(TypeError, match="list"):
+    jaxgemm.matmul([[1.0]], a)
+
+
+def test_matmul_errors_name_both_shapes():
+  ones = jnp.ones
+  with pytest.raises(TypeError, match=r"\(2, 3\) and b \(4, 5\); k .* 3, .* 4"):
+    jaxgemm.matmul(ones((2, 3)), ones((4, 5)))
+  with pytest.raises(TypeError, match=r"\(3,\) and b \(4,\)"):
+    jaxgemm.matmul(ones((3,)), ones((4,)))
+  with pytest.raises(ValueError, match=r"\(2, 4, 5\) and b \(3, 5, 6\); their batches"):
+    jaxgemm.matmul(ones((2, 4, 5)), ones((3, 5, 6)))
+  with pytest.raises(ValueError, match=r"\(\) and b \(2, 2\)"):
+    jaxgemm.matmul(1.0, ones((2, 2)))
+
+
+@pytest.mark.parametrize(
+    "numbers, message",
+    [
+        ((((1,), (1,)), ((), ())), "dimension 1 of lhs is 5, dimension 1 of rhs 6"),
+        ((((2,), (0,)), ((), ())), "lhs has no such dimension"),
+        ((((1,), (-2,)), ((), ())), "rhs has no such dimension"),
+        ((((1, 0), (0,)), ((), ())), "2 contracting dimensions in lhs, 1 in rhs"),
+        ((((1, 1), (0, 0)), ((), ())), "appears twice"),
+        ((((1,), (0,)), ((1,), (0,))), "appears twice"),
+    ],
+)
+def test_dot_general_errors_name_both_shapes(numbers, message):
+  with pytest.raises(TypeError, match=message) as error:
+    jaxgemm.dot_general(jnp.ones((4, 5)), jnp.ones((5, 6)), numbers)
+  assert "(4, 5)" in str(error.value) and "(5, 6)" in str(error.value)
+
+
+def test_named_kernels_on_a_cpu():
+  a = jnp.ones((64, 64), "bfloat16")
+  if jax.default_backend() == "gpu":
+    pytest.skip("a GPU may run it")
+  for f in (jaxgemm.matmul, jax.jit(jaxgemm.matmul, static_argnames="implementation")):
+    with pytest.raises(ValueError, match="'pipelined' cannot run: .*emulate"):
+      f(a, a, implementation="pipelined")
+  with pytest.raises(ValueError, match="'fast' is unknown"):
+    jaxgemm.matmul(a, a, implementation="fast")
+
+
+def test_named_kernels_that_cannot_serve():
+  a = jnp.ones((64, 64), "bfloat16")
+  with jaxgemm.target("NVIDIA H200"):
+    # Lowering for a GPU from a CPU: nothing runs.
+    with pytest.raises(ValueError, match="lhs and rhs are int8"):
+      x = a.astype("int8")
+      jaxgemm.matmul(x, x, implementation="persistent")
+    with pytest.raises(ValueError, match="HIGHEST"):
+      x = a.astype("float32")
+      jaxgemm.matmul(x, x, precision="highest", implementation="persistent")
+    with pytest.raises(ValueError, match="lhs is bfloat16 and rhs float32"):
+      numbers = (((1,), (0,)), ((), ()))
+      jaxgemm.dot_general(
+          a, a.astype("float32"), numbers, implementation="persistent"
+      )
+    with pytest.raises(ValueError, match="'blocked' cannot serve 64x64x64 .*tile_m"):
+      jaxgemm.matmul(a, a, config=BlockedConfig(tile_m=100))
+
+
+def test_implementation_xla_is_xlas_dot(rng):
+  a, b = normal(rng, 3, 4, 5), normal(rng, 5, 6)
+  f = lambda a, b: jaxgemm.matmul(a, b, implementation="xla")
+  assert not products(f, a, b)
+  assert np.array_equal(f(a, b), jnp.matmul(a, b))
+  numbers = (((2,), (0,)), ((), ()))
+  f = lambda a, b: jaxgemm.dot_general(a, b, numbers, implementation="xla")
+  assert not products(f, a, b)
+
+
+# -- gemm --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "int32"])
+@pytest.mark.parametrize("factors", [(1, 0), (2, 0), (1, 1), (0.5, -2.0)], ids=str)
+@pytest.mark.parametrize("traced", [False, True], ids=["static", "traced"])
+def test_gemm(dtype, factors, traced, rng):
+  a, b, c = (
+      (8 * normal(rng, *shape)).astype(dtype) for shape in ((8, 16), (16, 4), (8, 4))
+  )
+  alpha, beta = factors
+  if dtype == "int32":
+    alpha, beta = int(2 * alpha), int(beta)
+  truth = reference.matmul(a, b, c, alpha=alpha, beta=beta)
+  if traced:
+    f = jax.jit(lambda a, b, c, x, y: jaxgemm.gemm(a, b, c, alpha=x, beta=y))
+    result = f(a, b, c, alpha, beta)
+  else:
+    result = jaxgemm.gemm(a, b, c, alpha=alpha, beta=beta)
+  if dtype == "int32":
+    assert result.dtype == jnp.int32 and np.array_equal(result, truth)
+  else:
+    _assert_close(result, truth, dtype)
+
+
+def test_gemm_fuses_python_numbers(rng):
+  a, b, c = normal(rng, 4, 5), normal(rng, 5, 6), normal(rng, 4, 6, dtype="bfloat16")
+  (product,) = products(lambda *x: jaxgemm.gemm(*x, alpha=2, beta=np.float32(3)), a, b, c)
+  assert (product.alpha, product.beta) == (2.0, 3.0)
+  (product,) = products(lambda *x: jaxgemm.gemm(*x, alpha=jnp.float32(2)), a, b)
+  assert (product.alpha, product.beta) == (1.0, 0.0)
+
+
+def test_gemm_broadcasts(rng):
+  a, b, c = normal(rng, 2, 1, 4, 5), normal(rng, 3, 5, 6), normal(rng, 6)
+  result = jaxgemm.gemm(a, b, c, beta=1)
+  truth = reference.matmul(a, b, c, beta=1)
+  assert result.shape == (2, 3, 4, 6)
+  _assert_close(result, truth, "float32")
+
+
+def test_gemm_rounds_once(rng):
+  """With 16-bit results, alpha, beta and c act before the rounding."""
+  a, b, c = (normal(rng, 64, 64, dtype="bfloat16") for _ in range(3))
+  truth = reference.matmul(a, b, c, alpha=3.0, beta=-3.0)
+  once = np.asarray(jnp.asarray(truth, "float32").astype("bfloat16"))
+  for alpha in (3.0, jnp.float32(3.0)):
+    result = jaxgemm.gemm(a, b, c, alpha=alpha, beta=-3.0)
+    same = np.mean(np.asarray(result) == once)
+    assert same > 0.99
+
+
+def test_gemm_reads_no_c_where_beta_is_0(rng):
+  a = normal(rng, 4, 4)
+  result = jaxgemm.gemm(a, a, jnp.full((4, 4), jnp.nan))
+  assert np.all(np.isfinite(result))
+
+
+def test_gemm_errors():
+  a, b = jnp.ones((2, 3)), jnp.ones((3, 4))
+  with pytest.raises(ValueError, match="beta is given, but c is not"):
+    jaxgemm.gemm(a, b, beta=1)
+  with pytest.raises(ValueError, match=r"c has shape \(3, 4\).* \(2, 4\)"):
+    jaxgemm.gemm(a, b, jnp.ones((3, 4)), beta=1)
+  with pytest.raises(ValueError, match=r"\(3,\) and b \(3, 4\); both must be matrices"):
+    jaxgemm.gemm(jnp.ones(3), b)
+  with pytest.raises(TypeError, match=r"\(2, 3\) and b \(2, 3\)"):
+    jaxgemm.gemm(a, a)

@@ -1,0 +1,161 @@
+"""Every kernel in GPU interpret mode, with race detection: a race fails the test."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pallas_kernels import KERNELS, tiles
+from pallas_kernels.problem import Epilogue
+from tests import kernel_cases
+from tests.kernel_cases import LAYOUTS, check, make_problem, small_config
+
+FULL = (128, 256, 192)
+RAGGED = (133, 203, 141)  # Odd, and no multiple of any tile.
+
+
+@pytest.mark.parametrize("size", [FULL, RAGGED], ids=["full", "ragged"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("layouts", LAYOUTS)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_layouts_and_dtypes(kernel, layouts, dtype, size):
+  check(kernel, make_problem(*size, layouts, dtype), small_config(kernel, dtype))
+
+
+@pytest.mark.parametrize("out_dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_out_dtypes(kernel, out_dtype):
+  problem = make_problem(130, 96, 128, dtype="float16", out_dtype=out_dtype)
+  check(kernel, problem, small_config(kernel))
+
+
+@pytest.mark.parametrize("c_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_alpha_beta_c(kernel, c_dtype):
+  problem = make_problem(133, 203, 128, epilogue=Epilogue(-0.5, 2.0, c_dtype))
+  check(kernel, problem, small_config(kernel))
+
+
+@pytest.mark.parametrize(
+    "shared", [{}, {"lhs_batched": False}, {"rhs_batched": False}], ids=str
+)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_batch(kernel, shared):
+  problem = make_problem(70, 130, 128, "TN", batch=3, **shared)
+  check(kernel, problem, small_config(kernel))
+
+
+@pytest.mark.parametrize(
+    "size", [(1, 1, 1), (1, 200, 7), (200, 1, 65), (3, 5, 130), (64, 64, 1)], ids=str
+)
+@pytest.mark.parametrize("kernel", ["blocked", "pipelined", "persistent"])
+def test_sizes_below_one_tile(kernel, size):
+  check(kernel, make_problem(*size), small_config(kernel))
+
+
+@pytest.mark.parametrize("wg_dim", ["m", "n"])
+@pytest.mark.parametrize("cluster", [(1, 1), (2, 1), (1, 2)], ids=str)
+def test_clusters(cluster, wg_dim):
+  """Odd numbers of tiles: a cluster's second CTA then works outside the result."""
+  config = small_config(
+      "persistent", cluster_m=cluster[0], cluster_n=cluster[1], wg_dim=wg_dim
+  )
+  check("persistent", make_problem(384, 384, 200, "NT"), config, num_sms=4)
+
+
+@pytest.mark.parametrize("tile_n", [64, 128, 192])
+@pytest.mark.parametrize("wg_dim", ["m", "n"])
+def test_many_short_tiles_a_cta(wg_dim, tile_n):
+  """One k step a tile: the epilogue of a tile follows hard on the last one's.
+
+  With an odd number of pieces a tile, two pieces in a row use one staging slot.
+  """
+  if wg_dim == "n" and tile_n % 128:
+    tile_n += 64
+  config = small_config("persistent", tile_n=tile_n, wg_dim=wg_dim)
+  check("persistent", make_problem(256, 576, 64, "NT"), config, num_sms=1)
+
+
+@pytest.mark.parametrize("tile_n", [16, 32, 48])
+def test_narrow_tiles(tile_n):
+  config = small_config("persistent", tile_n=tile_n)
+  check("persistent", make_problem(130, 50, 128, "NT"), config)
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 5])
+@pytest.mark.parametrize("k", [64, 128, 640])
+def test_rings_longer_and_shorter_than_k(num_stages, k):
+  for kernel in ("pipelined", "persistent"):
+    config = small_config(kernel, num_stages=num_stages)
+    check(kernel, make_problem(128, 128, k), config)
+
+
+@pytest.mark.parametrize("splits", [2, 3, 7, 18])
+def test_split_k(splits):
+  """Also where the last parts of k are short or empty."""
+  problem = make_problem(100, 130, 64 * 18 + 3, "TT", batch=2)
+  check("split_k", problem, small_config("split_k", splits=splits))
+
+
+def test_split_k_is_bitwise_the_same_on_every_run():
+  problem = make_problem(128, 128, 1024, out_dtype="float32")
+  operands = kernel_cases.random_operands(problem)
+  config = small_config("split_k", splits=5)
+  runs = [
+      np.asarray(
+          kernel_cases.emulate("split_k", problem, config, operands, num_sms=num_sms)
+      )
+      for num_sms in (1, 3, 4)
+  ]
+  for run in runs[1:]:
+    np.testing.assert_array_equal(runs[0], run)
+
+
+@pytest.mark.parametrize("minor", ["m", "n"])
+@pytest.mark.parametrize("width", [1, 3, 8])
+@pytest.mark.parametrize("shape", [(1, 1), (5, 7), (8, 3), (16, 16)], ids=str)
+def test_tile_order_visits_every_tile_once(shape, width, minor):
+  order = [tuple(map(int, tiles.tile_order(i, *shape, minor, width)))
+           for i in range(shape[0] * shape[1])]
+  assert sorted(order) == [(m, n) for m in range(shape[0]) for n in range(shape[1])]
+
+
+# -- What the kernels refuse ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kernel", "fields", "named"),
+    [
+        ("blocked", dict(tile_m=100), "tile_m=100"),
+        ("blocked", dict(tile_n=96), "tile_n=96"),
+        ("blocked", dict(tile_k=32), "tile_k=32"),
+        ("blocked", dict(tile_m=256, tile_n=256), "accumulator of 256x256"),
+        ("pipelined", dict(num_stages=1), "num_stages=1"),
+        ("pipelined", dict(num_stages=8), "shared memory"),
+        ("persistent", dict(tile_m=64), "tile_m=64"),
+        ("persistent", dict(cluster_m=2, cluster_n=2), "cluster of 2x2"),
+        ("persistent", dict(grid_width=0), "grid_width=0"),
+        ("split_k", dict(splits=1), "splits=1"),
+        ("split_k", dict(splits=5), "k=256"),
+    ],
+)
+def test_supports_names_the_constraint(kernel, fields, named):
+  problem = make_problem(512, 512, 256)
+  reason = KERNELS[kernel].supports(problem, small_config(kernel, **fields))
+  assert reason is not None and named in reason
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_supports_refuses_other_dtypes(kernel):
+  problem = make_problem(256, 256, 256)
+  config = small_config(kernel)
+  module = KERNELS[kernel]
+  assert module.supports(problem, config) is None
+  for fields, named in [
+      (dict(dtype="int8"), "int8"),
+      (dict(out_dtype="float64"), "float64"),
+      (dict(algorithm="tf32_f32"), "tf32_f32"),
+      (dict(m=0), "m=0"),
+  ]:
+    bad = type(problem)(**{**vars(problem), **fields})
+    assert named in module.supports(bad, config)

@@ -1,0 +1,109 @@
+"""Kernels lowered for CUDA on a machine without a GPU.
+
+The lowering raises Mosaic's own errors of layout, tiling and alignment, which
+interpret mode knows nothing of.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxgemm import heuristics
+from jaxgemm.device import known_device
+from pallas_kernels import KERNELS
+from pallas_kernels.problem import Epilogue
+from tests.kernel_cases import LAYOUTS, make_problem, small_config
+
+H200 = known_device("NVIDIA H200")
+SIZES = [
+    (1, 4096, 4096),
+    (16, 6144, 512),
+    (128, 4096, 14336),
+    (512, 512, 512),
+    (1024, 1024, 14336),
+    (4096, 4096, 4096),
+    (64, 64, 65536),
+    (8192, 50257, 768),
+    (1000, 1000, 1000),
+    (1001, 1003, 517),
+    (7, 9, 3),
+    (2048, 2048, 24),
+]
+
+
+def lowered(kernel: str, problem, config) -> str:
+  """The module text of the kernel for CUDA."""
+  shapes = [(problem.lhs_shape, problem.dtype), (problem.rhs_shape, problem.dtype)]
+  if problem.epilogue.has_c:
+    shapes.append((problem.out_shape, problem.epilogue.c_dtype))
+  operands = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in shapes]
+  launch = lambda *x: KERNELS[kernel].launch(x, problem, config, num_sms=H200.num_sms)
+  return jax.export.export(jax.jit(launch), platforms=["cuda"])(*operands).mlir_module()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("layouts", LAYOUTS)
+def test_every_candidate_lowers(layouts, dtype):
+  """Each config that the heuristics weigh for any of the sizes, once."""
+  first_problem = {}
+  for size in SIZES:
+    problem = make_problem(*size, layouts, dtype)
+    for candidate in heuristics.candidates(problem, H200):
+      if candidate.kernel != "xla":
+        # Splits are numbers of a loop, not another program.
+        shape = {**vars(candidate.config), "splits": None}
+        key = (candidate.kernel, *shape.items())
+        first_problem.setdefault(key, (problem, candidate))
+  assert len(first_problem) > 20
+  for problem, candidate in first_problem.values():
+    text = lowered(candidate.kernel, problem, candidate.config)
+    assert f"jaxgemm_{candidate.kernel}" in text
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("layouts", LAYOUTS)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_the_chosen_config_lowers(size, layouts, dtype):
+  problem = make_problem(*size, layouts, dtype)
+  chosen = heuristics.candidates(problem, H200)[0]
+  text = lowered(chosen.kernel, problem, chosen.config)
+  assert f"jaxgemm_{chosen.kernel}" in text
+
+
+@pytest.mark.parametrize("layouts", LAYOUTS)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_batches_and_epilogues_lower(kernel, layouts):
+  for n in (96, 100, 101):  # Stored by TMA tiled, by TMA flat, and masked.
+    for c_dtype in ("bfloat16", "float32"):
+      problem = make_problem(
+          130, n, 256, layouts, batch=2, rhs_batched=False,
+          epilogue=Epilogue(0.5, 2.0, c_dtype),
+      )
+      assert f"jaxgemm_{kernel}" in lowered(kernel, problem, small_config(kernel))
+
+
+def test_no_operand_is_copied_where_tma_takes_it():
+  """No transposed copy in any layout of bfloat16; a pad only for bad strides."""
+  for layouts in LAYOUTS:
+    text = lowered(
+        "persistent", make_problem(1024, 1024, 1024, layouts), small_config("persistent")
+    )
+    assert "stablehlo.transpose" not in text and "stablehlo.pad" not in text
+  text = lowered(
+      "persistent", make_problem(1001, 1024, 1024), small_config("persistent")
+  )
+  assert "stablehlo.pad" not in text  # Any number of rows of a k-major operand.
+  text = lowered(
+      "persistent", make_problem(1024, 1024, 1001), small_config("persistent")
+  )
+  assert text.count("stablehlo.pad") == 2
+
+
+@pytest.mark.parametrize("n", [1001, 50257])
+def test_an_odd_result_is_not_padded(n):
+  problem = make_problem(512, n, 512, "NT")
+  text = lowered("persistent", problem, small_config("persistent"))
+  assert "stablehlo.slice" not in text and "stablehlo.pad" not in text

@@ -1,0 +1,253 @@
+"""The plan: where it comes from, what it refuses, and the tables behind it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxgemm
+from jaxgemm import device, heuristics, plan, table
+from jaxgemm.contexts import current_target
+from pallas_kernels import KERNELS
+from pallas_kernels.problem import (
+    BlockedConfig,
+    Epilogue,
+    PersistentConfig,
+    Problem,
+)
+
+H200 = device.known_device("NVIDIA H200")
+A100 = dataclasses.replace(H200, kind="NVIDIA A100", compute_capability="8.0")
+SQUARE = Problem(4096, 4096, 4096)
+EVIDENCE = {
+    "time_us": 170.0, "xla_time_us": 172.0, "jax": "0.11.2", "date": "2026-11-20",
+    "command": "python -m experiments.run",
+}
+
+
+def _row(**changes):
+  row = {
+      "problem": {"m": 4096, "n": 4096, "k": 4096},
+      "kernel": "persistent",
+      "config": {"tile_m": 128, "tile_n": 128},
+      "evidence": EVIDENCE,
+  }
+  return row | changes
+
+
+def test_heuristic_is_the_first_candidate():
+  chosen = plan.make_plan(SQUARE, H200)
+  best = heuristics.candidates(SQUARE, H200)[0]
+  assert (chosen.kernel, chosen.config) == (best.kernel, best.config)
+  assert chosen.source == "heuristic" and chosen.reason == best.reason
+  assert chosen.problem == SQUARE
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_named_kernel_gets_a_config(kernel):
+  chosen = plan.make_plan(SQUARE, H200, implementation=kernel)
+  assert chosen.kernel == kernel and chosen.source == "override"
+  assert type(chosen.config) is KERNELS[kernel].Config
+  assert KERNELS[kernel].supports(SQUARE, chosen.config) is None
+
+
+def test_a_config_alone_names_its_kernel():
+  config = PersistentConfig(tile_m=128, tile_n=128)
+  chosen = plan.make_plan(SQUARE, H200, config=config)
+  assert (chosen.kernel, chosen.config) == ("persistent", config)
+  # SplitKConfig is a PersistentConfig too, and still names its own kernel.
+  config = KERNELS["split_k"].Config(tile_m=128, tile_n=128)
+  assert plan.make_plan(SQUARE, H200, config=config).kernel == "split_k"
+
+
+def test_xla_by_name():
+  chosen = plan.make_plan(SQUARE, H200, implementation="xla")
+  assert (chosen.kernel, chosen.config, chosen.source) == ("xla", None, "override")
+
+
+@pytest.mark.parametrize("dim", ["m", "n", "k", "batch"])
+@pytest.mark.parametrize("implementation", [None, "persistent"])
+def test_empty_products_run_no_kernel(dim, implementation):
+  problem = dataclasses.replace(SQUARE, **{dim: 0})
+  chosen = plan.make_plan(problem, H200, implementation=implementation)
+  assert chosen.kernel == "xla" and "empty" in chosen.reason
+
+
+@pytest.mark.parametrize("where", [None, A100], ids=["cpu", "a100"])
+def test_other_devices_get_xla(where):
+  chosen = plan.make_plan(SQUARE, where)
+  assert (chosen.kernel, chosen.source) == ("xla", "fallback")
+  assert "Hopper" in chosen.reason
+  with pytest.raises(ValueError, match=r"'blocked' cannot run: .*Hopper.*emulate"):
+    plan.make_plan(SQUARE, where, implementation="blocked")
+
+
+def test_a_named_kernel_that_cannot_serve():
+  config = BlockedConfig(tile_m=100)
+  reason = KERNELS["blocked"].supports(SQUARE, config)
+  with pytest.raises(ValueError) as error:
+    plan.make_plan(SQUARE, H200, config=config)
+  assert "'blocked' cannot serve 4096x4096x4096" in str(error.value)
+  assert reason is not None and reason in str(error.value)
+
+
+def test_wrong_names_and_configs():
+  with pytest.raises(ValueError, match="'cublas' is unknown.*'persistent'.*'xla'"):
+    plan.make_plan(SQUARE, H200, implementation="cublas")
+  with pytest.raises(ValueError, match="not a config of implementation 'blocked'"):
+    plan.make_plan(
+        SQUARE, H200, implementation="blocked", config=PersistentConfig()
+    )
+  with pytest.raises(ValueError, match="not a config of implementation 'xla'"):
+    plan.make_plan(SQUARE, H200, implementation="xla", config=PersistentConfig())
+
+
+# -- Tables ------------------------------------------------------------------------
+
+
+def test_the_table_beats_the_heuristic(monkeypatch):
+  rows = table.parse({"device": H200.kind, "rows": [_row()]}, H200.kind)
+  monkeypatch.setattr(table, "_load", lambda kind: {r.problem: r for r in rows})
+  plan.make_plan.cache_clear()
+  try:
+    chosen = plan.make_plan(SQUARE, H200)
+    assert chosen.source == "table"
+    assert chosen.config == PersistentConfig(tile_m=128, tile_n=128)
+    assert "170.0 us" in chosen.reason and "2026-11-20" in chosen.reason
+    other = dataclasses.replace(SQUARE, epilogue=Epilogue(alpha=2.0))
+    assert plan.make_plan(other, H200).source == "heuristic"
+    assert plan.make_plan(SQUARE, H200, implementation="blocked").kernel == "blocked"
+  finally:
+    plan.make_plan.cache_clear()
+
+
+def test_a_row_may_choose_xla():
+  (row,) = table.parse(
+      {"device": "x", "rows": [_row(kernel="xla", config=None)]}, "x"
+  )
+  assert row.kernel == "xla" and row.config is None
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"kernel": "fast"}, "unknown kernel 'fast'"),
+        ({"config": {"tile_q": 1}}, "tile_q"),
+        ({"config": {"tile_m": 100}}, "tile_m"),
+        ({"problem": {"m": 1, "n": 1}}, "'k'"),
+        ({"evidence": {"time_us": 1.0}}, "xla_time_us"),
+        ({"note": "fast"}, "fields"),
+        ({"kernel": "xla"}, "XLA takes no config"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_malformed_rows_are_named(changes, message):
+  rows = [_row(), _row(problem={"m": 8, "n": 8, "k": 8}) | changes]
+  with pytest.raises(ValueError, match=message) as error:
+    table.parse({"device": "x", "rows": rows}, "x")
+  assert "row 1" in str(error.value)
+
+
+def test_repeated_rows_and_other_devices():
+  with pytest.raises(ValueError, match="row 1 .* repeats 4096x4096x4096"):
+    table.parse({"device": "x", "rows": [_row(), _row()]}, "x")
+  with pytest.raises(ValueError, match="'y' where 'x'"):
+    table.parse({"device": "y", "rows": []}, "x")
+
+
+def test_the_tables_that_we_ship_are_valid():
+  folder = Path(table.__file__).parent / "tables"
+  kinds = {table.file_name(kind): kind for kind in device.KNOWN_DEVICES}
+  paths = sorted(folder.glob("*.json"))
+  assert folder / table.file_name("NVIDIA H200") in paths
+  for path in paths:
+    table.parse(json.loads(path.read_text(encoding="utf-8")), kinds[path.name])
+
+
+# -- Devices and contexts ----------------------------------------------------------
+
+
+def test_unknown_devices_are_named():
+  with pytest.raises(ValueError, match="'H3000'.*'NVIDIA H200'"):
+    jaxgemm.target("H3000")
+  with pytest.raises(ValueError, match="'H3000'"):
+    jaxgemm.emulate("H3000")
+
+
+def test_contexts_nest():
+  assert current_target() is None
+  with jaxgemm.target("NVIDIA H100 80GB HBM3"):
+    assert not current_target().emulate
+    with jaxgemm.emulate():
+      assert current_target().emulate
+      assert current_target().device.kind == "NVIDIA H100 80GB HBM3"
+    with jaxgemm.emulate("NVIDIA H200"):
+      assert current_target().device == H200
+    assert not current_target().emulate
+  assert current_target() is None
+
+
+def test_contexts_enter_the_cache_of_jit():
+  traced = []
+
+  @jax.jit
+  def f(x):
+    traced.append(current_target())
+    return x
+
+  f(1.0)
+  with jaxgemm.target("NVIDIA H200"):
+    f(1.0)
+    f(1.0)
+  f(1.0)
+  assert [target is None for target in traced] == [True, False]
+
+
+# -- explain -----------------------------------------------------------------------
+
+
+def _shape(*shape, dtype="bfloat16"):
+  return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def test_explain_prints_the_plan_and_its_rivals(capsys):
+  with jaxgemm.target("NVIDIA H200"):
+    chosen = jaxgemm.explain(_shape(4096, 4096), _shape(4096, 4096))
+  assert chosen == plan.make_plan(SQUARE, H200)
+  printed = capsys.readouterr().out
+  assert "4096x4096x4096 NN bfloat16->bfloat16" in printed
+  assert chosen.kernel in printed and chosen.reason in printed
+  assert printed.count(" us  ") >= 2
+
+
+def test_explain_folds_as_matmul_does(capsys):
+  with jaxgemm.target("NVIDIA H200"):
+    chosen = jaxgemm.explain(_shape(8, 64, 32), _shape(32, 16))
+    assert (chosen.problem.batch, chosen.problem.m) == (1, 512)
+    chosen = jaxgemm.explain(_shape(64, 32), _shape(8, 32, 16))
+    assert chosen.problem.batch == 8 and not chosen.problem.lhs_batched
+    chosen = jaxgemm.explain(_shape(8, 64, 32), _shape(8, 32, 16))
+    assert chosen.problem.batch == 8 and chosen.problem.lhs_batched
+    chosen = jaxgemm.explain(_shape(32), _shape(32, 16))
+    assert (chosen.problem.m, chosen.problem.n) == (1, 16)
+  capsys.readouterr()
+
+
+def test_explain_says_why_xla(capsys):
+  chosen = jaxgemm.explain(_shape(8, 8), _shape(8, 8), implementation="xla")
+  assert chosen.kernel == "xla"
+  with jaxgemm.target("NVIDIA H200"):
+    chosen = jaxgemm.explain(_shape(8, 8, dtype="int8"), _shape(8, 8, dtype="int8"))
+    assert "int8" in chosen.reason
+    x = _shape(64, 64, dtype="float32")
+    assert "HIGHEST" in jaxgemm.explain(x, x, precision="highest").reason
+    with pytest.raises(ValueError, match="HIGHEST"):
+      jaxgemm.explain(x, x, precision="highest", implementation="blocked")
+    chosen = jaxgemm.explain(x, jnp.ones((64, 8), "bfloat16"), implementation="blocked")
+    assert chosen.problem.dtype == "float32"
+  capsys.readouterr()
