@@ -157,9 +157,9 @@ def gemm(
   out_dtype = jnp.dtype(preferred_element_type or lhs.dtype)
   fused = isinstance(alpha, float) and isinstance(beta, float)
   # What is rounded once more later on must not be rounded to 16 bits before.
-  sum_dtype = out_dtype if fused else jnp.promote_types(out_dtype, jnp.float32)
+  wide_dtype = jnp.float32 if out_dtype.name in OUT_DTYPES else out_dtype
   product, reason = _product(
-      lhs.dtype, rhs.dtype, precision, sum_dtype,
+      lhs.dtype, rhs.dtype, precision, out_dtype if fused else wide_dtype,
       plans.check_implementation(implementation, config), config,
   )
   if fused and not reason:
@@ -169,11 +169,12 @@ def gemm(
     out = _contract("gemm", lhs, rhs, axes, product, c=c)
   else:
     if reason:
-      sum_dtype = jnp.promote_types(out_dtype, jnp.float32)
-      out = jnp.matmul(a, b, precision=precision, preferred_element_type=sum_dtype)
+      out = jnp.matmul(a, b, precision=precision, preferred_element_type=wide_dtype)
     else:
       out = _contract("gemm", lhs, rhs, axes, product)
-    out = alpha * out if c is None else alpha * out + beta * c
+    out = alpha * out
+    if c is not None:
+      out = out + beta * lax.convert_element_type(c, wide_dtype)
     out = lax.convert_element_type(out, out_dtype)
   return name_product(out, has_batch=_has_batch(axes))
 

@@ -33,6 +33,7 @@ from pallas_kernels.problem import Problem
 
 PIECE_ROWS = 64
 NUM_SLOTS = 2
+WG_THREADS = 128
 Ref = Any
 
 
@@ -234,19 +235,23 @@ def _store_masked(piece, slot: Ref, out_gmem: Ref, row, col) -> None:
         mgpu.utils.memref_slice(slot, (slice(None), slice(0, cols))), optimized=False
     )
     mgpu.utils.warpgroup_barrier()
-    thread = arith.index_cast(
-        index, arith.remui(mgpu.utils.thread_idx(), arith.constant(ir.IntegerType.get_signless(32), 128))
-    )
-    first_row, lane_col = arith.divui(thread, const(cols)), arith.remui(thread, const(cols))
+    i32 = ir.IntegerType.get_signless(32)
+    lane = arith.remui(mgpu.utils.thread_idx(), arith.constant(i32, WG_THREADS))
+    lane = arith.index_cast(index, lane)
+    first_row, lane_col = arith.divui(lane, const(cols)), arith.remui(lane, const(cols))
     out_col = arith.addi(col, lane_col)
     in_cols = arith.cmpi(arith.CmpIPredicate.ult, out_col, const(num_cols))
-    for i in range(0, rows, 128 // cols):
-      slot_row = arith.addi(first_row, const(i))
+    slot_rows = [
+        arith.addi(first_row, const(i)) for i in range(0, rows, WG_THREADS // cols)
+    ]
+    # All loads first: each guarded store would else wait for a load of its own.
+    values = [memref.load(slot, [slot_row, lane_col]) for slot_row in slot_rows]
+    for slot_row, value in zip(slot_rows, values):
       out_row = arith.addi(row, slot_row)
       in_rows = arith.cmpi(arith.CmpIPredicate.ult, out_row, const(num_rows))
       inside = scf.IfOp(arith.andi(in_rows, in_cols))
       with ir.InsertionPoint(inside.then_block):
-        memref.store(memref.load(slot, [slot_row, lane_col]), out, [out_row, out_col])
+        memref.store(value, out, [out_row, out_col])
         scf.yield_([])
 
   store(piece, slot, out_gmem, row, col)

@@ -1,0 +1,137 @@
+"""What only the chip can show: `make test-gpu` on an NVIDIA Hopper GPU."""
+
+from __future__ import annotations
+
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxgemm
+from jaxgemm import heuristics, reference
+from jaxgemm.device import current_device
+from pallas_kernels import KERNELS
+from pallas_kernels.problem import Epilogue
+from tests import kernel_cases
+from tests.kernel_cases import LAYOUTS, make_problem, small_config
+
+pytestmark = pytest.mark.gpu
+
+
+def launch(kernel: str, problem, config, operands) -> jax.Array:
+  module = KERNELS[kernel]
+  assert module.supports(problem, config) is None
+  num_sms = current_device().num_sms
+  # A freed buffer of NaN where the result is likely to come to lie: a kernel that
+  # leaves an element unwritten then shows it.
+  jnp.full(problem.out_shape, jnp.nan, problem.out_dtype).block_until_ready()
+  return jax.jit(lambda *x: module.launch(x, problem, config, num_sms=num_sms))(*operands)
+
+
+def check(kernel: str, problem, config, seed=0) -> None:
+  operands = kernel_cases.random_operands(problem, seed)
+  result = launch(kernel, problem, config, operands)
+  error = reference.relative_error(result, kernel_cases.truth(problem, operands))
+  limit = 2 * kernel_cases.baseline_error(problem, operands)
+  assert error <= max(limit, 1e-7), (problem, config)
+
+
+@pytest.mark.parametrize(
+    "size", [(256, 256, 256), (1000, 1000, 1000), (1001, 515, 333)], ids=str
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("layouts", LAYOUTS)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_layouts_and_dtypes(kernel, layouts, dtype, size):
+  check(kernel, make_problem(*size, layouts, dtype), small_config(kernel, dtype))
+
+
+@pytest.mark.parametrize("n", [96, 100, 101])
+@pytest.mark.parametrize("out_dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_out_dtypes_and_ways_of_the_store(kernel, out_dtype, n):
+  epilogue = Epilogue(0.5, -2.0, "float32")
+  problem = make_problem(
+      130, n, 256, dtype="float16", batch=2, out_dtype=out_dtype, epilogue=epilogue
+  )
+  check(kernel, problem, small_config(kernel))
+
+
+@pytest.mark.parametrize("layouts", LAYOUTS)
+def test_every_candidate_of_ordinary_problems(layouts):
+  """Each config that the heuristics weigh, on the chip."""
+  device, seen = current_device(), set()
+  for size in [(520, 776, 1096), (1024, 1024, 1024), (64, 512, 4096), (2048, 2048, 64)]:
+    problem = make_problem(*size, layouts)
+    for candidate in heuristics.candidates(problem, device):
+      key = (candidate.kernel, candidate.config)
+      if key not in seen:
+        seen.add(key)
+        check(candidate.kernel, problem, candidate.config, seed=len(seen))
+
+
+def _random_problem(rng: random.Random):
+  m, n, k = (int(2 ** rng.uniform(0, 11)) for _ in range(3))
+  if rng.random() < 1 / 3:
+    m, n, k = m | 1, n | 1, k | 1
+  return make_problem(
+      m, n, k, rng.choice(list(LAYOUTS)), rng.choice(["bfloat16", "float16", "float32"])
+  )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_problems_as_planned(seed):
+  problem = _random_problem(random.Random(seed))
+  operands = kernel_cases.random_operands(problem, seed)
+  lhs_k = 1 if problem.lhs_layout == "k-major" else 0
+  rhs_k = 0 if problem.rhs_layout == "n-major" else 1
+  dims = (((lhs_k,), (rhs_k,)), ((), ()))
+  result = jaxgemm.dot_general(operands[0][0], operands[1][0], dims)
+  error = reference.relative_error(result, kernel_cases.truth(problem, operands)[0])
+  limit = 2 * kernel_cases.baseline_error(problem, operands)
+  assert error <= max(limit, 1e-7), problem
+
+
+def test_split_k_is_bitwise_the_same_on_every_run():
+  problem = make_problem(256, 256, 65536)
+  operands = kernel_cases.random_operands(problem)
+  config = small_config("split_k", splits=32)
+  runs = [np.asarray(launch("split_k", problem, config, operands)) for _ in range(20)]
+  for run in runs[1:]:
+    np.testing.assert_array_equal(runs[0], run)
+
+
+def test_one_short_tile_after_another():
+  """One k step a tile, many tiles a CTA, an odd number of pieces a tile."""
+  problem = make_problem(4096, 4096, 32, "NT")
+  for tile_n, wg_dim in [(64, "m"), (128, "n"), (192, "m")]:
+    config = small_config("persistent", tile_n=tile_n, wg_dim=wg_dim)
+    for seed in range(5):
+      check("persistent", problem, config, seed)
+
+
+def test_gradients_run_on_our_kernels():
+  def loss(a, b):
+    return jnp.sum(jaxgemm.matmul(a, b).astype(jnp.float32) ** 2)
+
+  keys = jax.random.split(jax.random.key(0), 2)
+  a = jax.random.normal(keys[0], (512, 384), jnp.bfloat16)
+  b = jax.random.normal(keys[1], (384, 640), jnp.bfloat16)
+  step = jax.jit(jax.grad(loss, (0, 1))).lower(a, b).compile()
+  text = step.as_text()
+  assert text.count("jaxgemm_") >= 3 and "__cublas" not in text
+  da, db = step(a, b)
+  a64, b64 = (np.asarray(x).astype(np.float64) for x in (a, b))
+  out = np.asarray(jaxgemm.matmul(a, b)).astype(np.float64)
+  assert reference.relative_error(da, 2 * out @ b64.T) < 1e-2
+  assert reference.relative_error(db, 2 * a64.T @ out) < 1e-2
+
+
+def test_other_precisions_go_to_xla():
+  a = jnp.ones((256, 256), jnp.float32)
+  for precision in ("high", "highest"):
+    assert jaxgemm.explain(a, a, precision=precision).kernel == "xla"
+  exact = jaxgemm.matmul(a / 3, a / 3, precision="highest")
+  np.testing.assert_allclose(exact, 256 / 9, rtol=1e-5)
