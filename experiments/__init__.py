@@ -1,6 +1,8 @@
 """Programs that use jaxgemm from outside: the GEMM runner and a language model.
 
 `python -m experiments.run` checks and times problems, `python -m
-experiments.train_lm` trains a decoder-only transformer. Neither jaxgemm nor
-pallas_kernels imports anything from here.
+experiments.sweep` all candidates of the heuristics, to which `python -m
+experiments.fit_heuristics` fits the cost model; `python -m experiments.train_lm`
+trains a decoder-only transformer. Neither jaxgemm nor pallas_kernels imports
+anything from here.
 """

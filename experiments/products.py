@@ -13,7 +13,7 @@ from experiments.kernel_count import count_gemms
 import jaxgemm
 from jaxgemm.device import Device
 from jaxgemm.plan import Plan, make_plan
-from pallas_kernels.problem import Problem
+from pallas_kernels.problem import Config, Problem
 
 # "xla" is lax.dot_general itself, the baseline; "auto" lets jaxgemm choose.
 IMPLEMENTATIONS = ("xla", "auto", "blocked", "pipelined", "persistent", "split_k")
@@ -67,28 +67,50 @@ def make_inputs(problem: Problem) -> Callable[[jax.Array], Inputs]:
 
 
 def describe(plan: Plan) -> str:
-  """Returns a plan in one line: kernel, config, where it came from, and why.
-
-  Of the config, fields that belong together share a word: tile=128x256x64.
-  """
+  """Returns a plan in one line: kernel, config, where it came from, and why."""
   source = plan.source
   if source != "override":  # Else the reason is that the implementation was named.
     source += f": {plan.reason}"
-  if plan.config is None:
-    return f"{plan.kernel} [{source}]"
+  return f"{describe_config(plan.kernel, plan.config)} [{source}]"
+
+
+def describe_config(kernel: str, config: Config | None, *, brief: bool = False) -> str:
+  """Returns a kernel and its config in words.
+
+  Fields that belong together share a word: tile=128x256x64. Of the rarer ones,
+  `brief` leaves out those that have their default.
+  """
+  if config is None:
+    return kernel
+  words = _config_words(config)
+  if brief:
+    usual = _config_words(type(config)())
+    words = {
+        name: value
+        for name, value in words.items()
+        if value != usual[name] or name in ("tile", "num_stages", "splits")
+    }
+  return " ".join([kernel, *(f"{name}={value}" for name, value in words.items())])
+
+
+def _config_words(config: Config) -> dict[str, str]:
   words: dict[str, str] = {}
-  for name, value in dataclasses.asdict(plan.config).items():
+  for name, value in dataclasses.asdict(config).items():
     stem, _, dimension = name.rpartition("_")
     if dimension in ("m", "n", "k") and stem in ("tile", "cluster"):
       words[stem] = f"{words[stem]}x{value}" if stem in words else str(value)
     else:
       words[name] = str(value)
-  config = " ".join(f"{name}={value}" for name, value in words.items())
-  return f"{plan.kernel} {config} [{source}]"
+  return words
 
 
 def make_candidate(
-    problem: Problem, implementation: str, device: Device | None, *, emulated: bool
+    problem: Problem,
+    implementation: str,
+    device: Device | None,
+    *,
+    emulated: bool,
+    config: Config | None = None,
 ) -> Candidate:
   """Returns `problem` under `implementation`, planned for `device`.
 
@@ -101,6 +123,7 @@ def make_candidate(
     emulated: whether a CPU stands in for the device. Its XLA reads all bits of
       float32 operands, the device's only those of TF32, so that the baseline then
       rounds them first: kernels are held to the error of their own arithmetic.
+    config: the config of the named kernel; None lets jaxgemm choose.
   """
   numbers = dimension_numbers(problem)
   out_dtype = jnp.dtype(problem.out_dtype)
@@ -117,7 +140,7 @@ def make_candidate(
 
   name = None if implementation == "auto" else implementation
   try:
-    plan = make_plan(problem, device, implementation=name)
+    plan = make_plan(problem, device, implementation=name, config=config)
   except ValueError as error:
     return Candidate(implementation, f"n/a: {error}", implementation, None)
 
@@ -129,6 +152,7 @@ def make_candidate(
         numbers,
         preferred_element_type=out_dtype,
         implementation=name,
+        config=config,
     )
 
   return Candidate(implementation, describe(plan), plan.kernel, product)

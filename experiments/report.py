@@ -79,6 +79,11 @@ class Row:
   date: str
   command: str
 
+  @property
+  def failed(self) -> bool:
+    """Whether the gate rejected the result."""
+    return self.plan.startswith("failed: ")
+
   def to_json(self) -> str:
     """Returns the row as one line of JSON."""
     fields = {
@@ -259,7 +264,7 @@ def chart(rows: Sequence[Row], path: pathlib.Path, title: str) -> None:
 def _status(row: Row) -> str:
   if row.plan.startswith("n/a: "):
     return "n/a"
-  return "FAILED" if row.plan.startswith("failed: ") else "ok"
+  return "FAILED" if row.failed else "ok"
 
 
 def _figure(value: float | None, form: str, otherwise: str = "") -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import collections
+from collections.abc import Callable, Iterable, Iterator, Sequence
 import concurrent.futures
 import dataclasses
 import os
@@ -18,13 +19,14 @@ from experiments.products import (
   Inputs,
   Product,
   compiled,
-  make_candidate,
   make_inputs,
 )
 from experiments.suites import Case
 from jaxgemm.device import Device
+from pallas_kernels.problem import Problem
 
-_CHUNK = 32  # Cases compiled together before the first of them is timed.
+_CHUNK = 192  # About so many programs are compiled before the first is timed.
+_MAX_THREADS = 16
 _UNKNOWN_L2_BYTES = 64 << 20
 # What a kernel that is wrong raises as it is traced, compiled or run; JAX's own
 # errors are RuntimeErrors. Such a kernel fails, and the run goes on.
@@ -54,16 +56,16 @@ class Runner:
   """Runs cases on one device and turns them into rows.
 
   Attributes:
-    implementations: members of products.IMPLEMENTATIONS, "xla" the first.
-    device: the device to plan for, whose rates give the floor; or None.
+    candidates: what to run of a problem, XLA the first and only then.
+    device: the device whose rates give the floor, or None.
     on_gpu: whether to compile ahead of time; in emulation nothing is.
     seed: seed of the inputs.
-    repeats: timed calls of each implementation; 0 times nothing.
+    repeats: timed calls of each candidate; 0 times nothing.
     burn_in_s: seconds of load before each case is timed.
     provenance: what all rows share.
   """
 
-  implementations: Sequence[str]
+  candidates: Callable[[Problem], Sequence[Candidate]]
   device: Device | None
   on_gpu: bool
   seed: int
@@ -72,39 +74,38 @@ class Runner:
   provenance: report.Provenance
 
   def rows(self, cases: Sequence[Case]) -> Iterator[list[report.Row]]:
-    """Yields the rows of one case after the other."""
-    for start in range(0, len(cases), _CHUNK):
-      chunk = cases[start : start + _CHUNK]
-      prepared = self._compile(chunk) if self.on_gpu else map(self._prepare, chunk)
-      for one in prepared:
-        yield self._run(one)
+    """Yields the rows of one case after the other, in its candidates' order."""
+    if not self.on_gpu:
+      yield from map(self._run, map(self._prepare, cases))
+      return
+    remaining = collections.deque(cases)
+    while remaining:
+      chunk, programs = [], 0
+      while remaining and programs < _CHUNK:
+        chunk.append(remaining.popleft())
+        programs += len(self.candidates(chunk[-1].problem))
+      prepared = collections.deque(self._compile(chunk))
+      while prepared:  # What has run is let go, with its programs and arrays.
+        yield self._run(prepared.popleft())
 
   def _prepare(self, case: Case) -> _Prepared:
     # The seed depends on the problem, not on its place in the suite.
     seed = zlib.crc32(f"{self.seed} {case.name}".encode())
-    return _Prepared(
-        case,
-        seed,
-        make_inputs(case.problem),
-        Gate(case.problem, seed),
-        [
-            make_candidate(
-                case.problem, name, self.device, emulated=not self.on_gpu
-            )
-            for name in self.implementations
-        ],
-    )
+    inputs = make_inputs(case.problem).lower(jax.random.key(seed)).compile()
+    gate = Gate(case.problem, seed)
+    return _Prepared(case, seed, inputs, gate, list(self.candidates(case.problem)))
 
-  def _compile(self, cases: Sequence[Case]) -> list[_Prepared]:
+  def _compile(self, cases: Iterable[Case]) -> list[_Prepared]:
     """Compiles everything before any case is timed; threads shorten the wait.
 
     XLA's own products compile one at a time if times are wanted: XLA times its
     alternatives on the GPU as it compiles, and two at once could mislead it.
     """
-    with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-      prepared = list(pool.map(self._prepare, cases))
-      pending = []
-      for one in prepared:
+    num_threads = min(_MAX_THREADS, os.cpu_count() or 1)
+    with concurrent.futures.ThreadPoolExecutor(num_threads) as pool:
+      prepared, pending = [], []
+      for one in pool.map(self._prepare, cases):
+        prepared.append(one)
         for i, candidate in enumerate(one.candidates):
           if candidate.kernel != "xla" or not self.repeats:
             job = pool.submit(_compiled, candidate, one.case)
@@ -121,23 +122,28 @@ class Runner:
     """Returns the rows of one case: the gate first, then the times."""
     key = jax.random.key(one.seed)
     inputs = one.inputs(key)
-    verdicts = {
-        candidate.implementation: _verdict(one, candidate, inputs)
-        for candidate in one.candidates
-        if candidate.product is not None
-    }
+    # The baseline is the first; a product and its verdict go by their place.
+    verdicts = [
+        _verdict(one, i, inputs) if candidate.product is not None else None
+        for i, candidate in enumerate(one.candidates)
+    ]
+    baseline = verdicts[0]
+    assert one.candidates[0].implementation == "xla" and baseline is not None
     passed = {
-        candidate.implementation: candidate.product
-        for candidate in one.candidates
-        if (verdict := verdicts.get(candidate.implementation)) and verdict.passed
+        i: candidate.product
+        for i, candidate in enumerate(one.candidates)
+        if (verdict := verdicts[i]) is not None and verdict.passed
     }
-    times_us: dict[str, list[float]] = {}
-    if self.repeats and "xla" in passed:
+    times_us: dict[int, list[float]] = {}
+    if self.repeats and baseline.passed:
       set_bytes = sum(operand.nbytes for operand in inputs)
       l2_bytes = self.device.l2_bytes if self.device else _UNKNOWN_L2_BYTES
+      # No more sets than calls.
+      num_sets = min(
+          timing.num_input_sets(set_bytes, l2_bytes), self.repeats * len(passed)
+      )
       input_sets = [inputs] + [
-          one.inputs(jax.random.fold_in(key, i))
-          for i in range(1, timing.num_input_sets(set_bytes, l2_bytes))
+          one.inputs(jax.random.fold_in(key, i)) for i in range(1, num_sets)
       ]
       try:
         times_us = timing.interleaved(
@@ -145,20 +151,20 @@ class Runner:
         )
       except RuntimeError as error:
         logging.exception("timing of %s", one.case.name)
-        for name in passed:
-          verdicts[name] = Verdict(verdicts[name].error, f"not timed: {error}")
+        for i in passed:
+          verdicts[i] = Verdict(verdicts[i].error, f"not timed: {error}")
     return [
         report.make_row(
             one.case,
             candidate,
             self.provenance,
-            verdict=verdicts.get(candidate.implementation),
-            xla_error=verdicts["xla"].error,
+            verdict=verdicts[i],
+            xla_error=baseline.error,
             device=self.device,
-            times_us=times_us.get(candidate.implementation),
-            xla_times_us=times_us.get("xla"),
+            times_us=times_us.get(i),
+            xla_times_us=times_us.get(0),
         )
-        for candidate in one.candidates
+        for i, candidate in enumerate(one.candidates)
     ]
 
 
@@ -177,13 +183,13 @@ def _raiser(error: Exception) -> Product:
   return product
 
 
-def _verdict(one: _Prepared, candidate: Candidate, inputs: Inputs) -> Verdict:
+def _verdict(one: _Prepared, index: int, inputs: Inputs) -> Verdict:
   """Returns the gate's verdict; a product that raises fails, the run goes on."""
+  candidate = one.candidates[index]
   assert candidate.product is not None
-  is_baseline = candidate.implementation == "xla"
-  check = one.gate.set_baseline if is_baseline else one.gate.check
+  check = one.gate.check if index else one.gate.set_baseline
   try:
     return check(candidate.product, inputs)
   except _KERNEL_ERRORS as error:
-    logging.exception("%s under %s", one.case.name, candidate.implementation)
+    logging.exception("%s under %s", one.case.name, candidate.plan)
     return Verdict(None, f"{type(error).__name__}: {error}")

@@ -9,7 +9,8 @@ and returns the kernels of that second call in the order of their launch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import collections
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 import itertools
 import time
 
@@ -22,6 +23,7 @@ Kernels = list[tuple[str, float]]  # (kernel name, time in ms), in launch order
 _MIN_SETS = 3
 _MAX_SETS = 256
 _MAX_SETS_BYTES = 16 << 30
+_MAX_RESULTS_BYTES = 16 << 30
 
 
 def num_input_sets(set_bytes: int, l2_bytes: int) -> int:
@@ -42,18 +44,19 @@ def spread(times_us: Sequence[float]) -> float:
   return float(third - first) / 2
 
 
-def interleaved(
-    variants: Mapping[str, Callable[..., jax.Array]],
+def interleaved[Name: Hashable](
+    variants: Mapping[Name, Callable[..., jax.Array]],
     input_sets: Sequence[tuple[jax.Array, ...]],
     repeats: int,
     *,
     burn_in_s: float = 0.0,
-) -> dict[str, list[float]]:
+) -> dict[Name, list[float]]:
   """Returns the kernel times in microseconds of `repeats` calls of each variant.
 
   The variants run in turn (A B C A B C ...), so that a drift of the clocks meets
   all of them alike, and each call takes the next input set, so that no call
-  finds the inputs of the one before it in the L2.
+  finds the inputs of the one before it in the L2. One CUPTI session covers all
+  the rounds.
 
   Args:
     variants: jitted or compiled functions of one input set.
@@ -71,26 +74,31 @@ def interleaved(
   kernel_names = {}
   for name, variant in variants.items():
     call = _once(variant, input_sets[0])
-    kernel_names[name] = [kernel for kernel, _ in _measure(call, call)]
+    kernel_names[name] = [kernel for kernel, _ in _measure(call, call, detach=False)]
 
   def session() -> list[jax.Array]:
     sets = itertools.cycle(input_sets)
-    outputs = []
+    # The results of a round are kept while memory allows, so that a call does not
+    # write to what the one before it has just written; the profiler waits for them.
+    results: collections.deque[jax.Array] = collections.deque()
     for _ in range(repeats):
-      # Only the last round's results are kept: memory stays bounded, and the
-      # profiler waits for them.
-      outputs = [variant(*next(sets)) for variant in variants.values()]
-    return outputs
+      for variant in variants.values():
+        result = variant(*next(sets))
+        results.append(result)
+        affordable = max(1, _MAX_RESULTS_BYTES // max(result.nbytes, 1))
+        if len(results) > min(len(variants), affordable):
+          results.popleft()
+    return list(results)
 
   def burn_in() -> list[jax.Array]:
-    outputs = session()
+    results = session()
     end = time.monotonic() + burn_in_s
     while time.monotonic() < end:
-      outputs = jax.block_until_ready(session())
-    return outputs
+      results = jax.block_until_ready(session())
+    return results
 
-  kernels = iter(_measure(burn_in, session))
-  times_us: dict[str, list[float]] = {name: [] for name in variants}
+  kernels = iter(_measure(burn_in, session, detach=True))
+  times_us: dict[Name, list[float]] = {name: [] for name in variants}
   for _ in range(repeats):
     for name in variants:
       times_us[name].append(_take(kernels, name, kernel_names[name]))
@@ -113,8 +121,12 @@ class _Session(jax.stages.Wrapped):
     return next(self._phases)()
 
 
-def _measure(warm_up: Callable[[], object], timed: Callable[[], object]) -> Kernels:
-  _, kernels = profiler.Cupti().measure(_Session(warm_up, timed), aggregate=False)()
+def _measure(
+    warm_up: Callable[[], object], timed: Callable[[], object], *, detach: bool
+) -> Kernels:
+  """Returns the kernels of `timed`; CUPTI stays attached unless told to detach."""
+  cupti = profiler.Cupti(finalize=detach)
+  _, kernels = cupti.measure(_Session(warm_up, timed), aggregate=False)()
   if kernels is None:
     raise RuntimeError("CUPTI saw no kernel: nothing to time")
   return kernels
@@ -127,7 +139,7 @@ def _once(
 
 
 def _take(
-    kernels: Iterator[tuple[str, float]], name: str, expected: Sequence[str]
+    kernels: Iterator[tuple[str, float]], name: Hashable, expected: Sequence[str]
 ) -> float:
   """Returns the microseconds of the next call, whose kernels are `expected`."""
   call = list(itertools.islice(kernels, len(expected)))

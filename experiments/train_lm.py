@@ -5,7 +5,7 @@ library byte by byte. Both implementations start from the same parameters and se
 the same batches, so that their losses must agree; which kernels ran is counted in
 the compiled step. The exit status is 1 if a loss is not finite, if the final losses
 differ by more than 1%, or if jaxgemm ran none of its kernels on a GPU that they
-support.
+support. The figures go to train_lm.json, the loss curves to train_lm.png.
 
   python -m experiments.train_lm --steps=20
   python -m experiments.train_lm --implementation=jaxgemm --vocabulary=50257
@@ -26,13 +26,13 @@ import jax
 from matplotlib.figure import Figure
 import numpy as np
 import optax
-from tqdm import tqdm
 
-from experiments import corpus, provenance, transformer
+from experiments import common_flags, corpus, progress, provenance, transformer
 from experiments.kernel_count import GemmCount, count_gemms
 import jaxgemm
 from jaxgemm.device import current_device, supported
 
+flags.adopt_module_key_flags(common_flags)
 _CPU_DEFAULTS = {
     "steps": 20,
     "layers": 2,
@@ -81,10 +81,6 @@ _VOCABULARY = flags.DEFINE_integer(
 )
 _IMPLEMENTATION = flags.DEFINE_enum(
     "implementation", "both", ["xla", "jaxgemm", "both"], "Whose products to train on."
-)
-_SEED = flags.DEFINE_integer("seed", 0, "Seed of the parameters and of the batches.")
-_OUTPUT = flags.DEFINE_string(
-    "output", "results", "Folder of train_lm.json and train_lm.png."
 )
 
 DOT_GENERALS: dict[str, transformer.DotGeneral] = {
@@ -175,15 +171,17 @@ def train(
   compile_s = time.perf_counter() - start
 
   losses: list[jax.Array] = []
-  progress = tqdm(batches, total=training.steps, desc=implementation, unit="step")
-  for i, tokens in enumerate(progress):
+  shown = progress.bar(
+      batches, total=training.steps, desc=implementation, unit="step"
+  )
+  for i, tokens in enumerate(shown):
     if i == _UNTIMED_STEPS:
       jax.block_until_ready(state)
       start = time.perf_counter()
     state, loss = step(state, tokens)
     losses.append(loss)
     if i:  # One step behind, so that the device always has the next one.
-      progress.set_postfix_str(f"loss {float(losses[-2]):.3f}")
+      shown.set_postfix_str(f"loss {float(losses[-2]):.3f}", refresh=False)
   jax.block_until_ready(state)
   seconds = time.perf_counter() - start
   timed_tokens = (
@@ -269,7 +267,7 @@ def main(argv: Sequence[str]) -> None:
       steps=value(_STEPS),
       batch=value(_BATCH),
       learning_rate=value(_LEARNING_RATE),
-      seed=_SEED.value,
+      seed=common_flags.SEED.value,
   )
   device = jax.devices()[0].device_kind
   implementations = (
@@ -285,7 +283,7 @@ def main(argv: Sequence[str]) -> None:
   runs = [train(name, config, training, text) for name in implementations]
   difference = relative_difference(runs)
 
-  output = pathlib.Path(_OUTPUT.value)
+  output = pathlib.Path(common_flags.OUTPUT.value)
   output.mkdir(parents=True, exist_ok=True)
   title = f"{device}, JAX {jax.__version__}: {config.layers} layers of {config.width}"
   draw(runs, output / "train_lm.png", title)

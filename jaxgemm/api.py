@@ -17,7 +17,6 @@ import numpy as np
 
 from jaxgemm import plan as plans
 from jaxgemm import precision as precisions
-from jaxgemm.checkpoint_policies import name_product
 from jaxgemm.contexts import current_target
 from jaxgemm.dims import (
     Axes,
@@ -67,14 +66,12 @@ def matmul(
   )
   # jnp.matmul alone keeps a weak type weak.
   if reason or (implementation is None and _is_weak(a) and _is_weak(b)):
-    out = jnp.matmul(
+    return jnp.matmul(
         a, b, precision=precision, preferred_element_type=preferred_element_type,
         out_sharding=out_sharding,
     )
-  else:
-    lhs, rhs = _squeezed(lhs, a_squeeze), _squeezed(rhs, b_squeeze)
-    out = _contract("matmul", lhs, rhs, axes, product, out_sharding)
-  return name_product(out, has_batch=_has_batch(axes))
+  lhs, rhs = _squeezed(lhs, a_squeeze), _squeezed(rhs, b_squeeze)
+  return _contract("matmul", lhs, rhs, axes, product, out_sharding)
 
 
 def dot_general(
@@ -107,12 +104,10 @@ def dot_general(
       lhs.dtype, rhs.dtype, precision, preferred_element_type, implementation, config
   )
   if reason:
-    out = lax.dot_general(
+    return lax.dot_general(
         lhs, rhs, numbers, precision, preferred_element_type, out_sharding=out_sharding
     )
-  else:
-    out = _contract("dot_general", lhs, rhs, axes, product, out_sharding)
-  return name_product(out, has_batch=_has_batch(axes))
+  return _contract("dot_general", lhs, rhs, axes, product, out_sharding)
 
 
 def gemm(
@@ -154,7 +149,9 @@ def gemm(
     raise ValueError("gemm: beta is given, but c is not")
   else:
     c = _broadcast_c(c, axes, lhs.shape, rhs.shape)
-  out_dtype = jnp.dtype(preferred_element_type or lhs.dtype)
+  out_dtype = jnp.dtype(
+      lhs.dtype if preferred_element_type is None else preferred_element_type
+  )
   fused = isinstance(alpha, float) and isinstance(beta, float)
   # What is rounded once more later on must not be rounded to 16 bits before.
   wide_dtype = jnp.float32 if out_dtype.name in OUT_DTYPES else out_dtype
@@ -166,17 +163,15 @@ def gemm(
     if c is not None and c.dtype.name not in OUT_DTYPES:
       c = lax.convert_element_type(c, jnp.float32)
     product = product.replace(alpha=alpha, beta=0.0 if c is None else beta)
-    out = _contract("gemm", lhs, rhs, axes, product, c=c)
+    return _contract("gemm", lhs, rhs, axes, product, c=c)
+  if reason:
+    out = jnp.matmul(a, b, precision=precision, preferred_element_type=wide_dtype)
   else:
-    if reason:
-      out = jnp.matmul(a, b, precision=precision, preferred_element_type=wide_dtype)
-    else:
-      out = _contract("gemm", lhs, rhs, axes, product)
-    out = alpha * out
-    if c is not None:
-      out = out + beta * lax.convert_element_type(c, wide_dtype)
-    out = lax.convert_element_type(out, out_dtype)
-  return name_product(out, has_batch=_has_batch(axes))
+    out = _contract("gemm", lhs, rhs, axes, product)
+  out = alpha * out
+  if c is not None:
+    out = out + beta * lax.convert_element_type(c, wide_dtype)
+  return lax.convert_element_type(out, out_dtype)
 
 
 def explain(
@@ -205,7 +200,7 @@ def explain(
       dtype, dtype, precision, preferred_element_type, implementation, config
   )
   folding = fold(*axes, lhs_shape, rhs_shape)
-  problem = product.replace(dims=folding.dims.canonical()).problem(
+  problem = product.replace(dims=folding.dims).problem(
       _permuted_shape(lhs_shape, folding.lhs_perm),
       _permuted_shape(rhs_shape, folding.rhs_perm), dtype.name,
   )
@@ -233,7 +228,9 @@ def _product(
     ValueError: a kernel is named and cannot take these dtypes or this precision.
   """
   precision = compat.canonicalize_precision(precision)
-  out_dtype = jnp.dtype(preferred_element_type or lhs_dtype).name
+  out_dtype = jnp.dtype(
+      lhs_dtype if preferred_element_type is None else preferred_element_type
+  ).name
   algorithm, reason = precisions.choose_algorithm(
       lhs_dtype.name, rhs_dtype.name, out_dtype, precision
   )
@@ -358,11 +355,6 @@ def _matmul_axes(
       (*labels[0], *rows, "k"), (*labels[1], "k", *cols), (*batch, *rows, *cols)
   )
   return axes, tuple(squeezes[0]), tuple(squeezes[1])
-
-
-def _has_batch(axes: tuple[Axes, Axes, Axes]) -> bool:
-  lhs, rhs, out = axes
-  return any(axis in lhs and axis in rhs for axis in out)
 
 
 def _checked_numbers(lhs_shape, rhs_shape, numbers) -> DimensionNumbers:

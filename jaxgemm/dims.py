@@ -97,15 +97,6 @@ class Dims:
       return None
     return "rhs" if "b" in self.lhs else "lhs"
 
-  def canonical(self) -> Dims:
-    """The same product with its batch in m where rhs is shared and lhs k-major."""
-    if self.shared == "rhs" and self.lhs == "bmk":
-      return dataclasses.replace(self, rhs="b" + self.rhs, b=0, m=self.b + self.m)
-    if not self.b:
-      lhs, rhs = self.lhs.removeprefix("b"), self.rhs.removeprefix("b")
-      return dataclasses.replace(self, lhs="b" + lhs, rhs="b" + rhs)
-    return self
-
   def lhs_gradient(self) -> tuple[Dims, bool]:
     """The product that gives d lhs, stored as lhs, from the cotangent of the result.
 

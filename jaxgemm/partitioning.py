@@ -68,8 +68,11 @@ def _partition(product: Product, groups, bind, mesh, operands, result):
     # JAX loses the host callbacks of a partition, so XLA's dot computes the shards.
     product = product.replace(target=None, implementation=None, config=None)
   product = product.replace(out_sharding=None)
-  arrays = [_Array.of(dims.names(g), x) for g, x in zip(groups, operands, strict=True)]
-  out = _Array.of(dims.names(dims.out), result)
+  arrays = [
+      ShardedArray.of(dims.names(group), operand)
+      for group, operand in zip(groups, operands, strict=True)
+  ]
+  out = ShardedArray.of(dims.names(dims.out), result)
   layout = choose_layout(arrays, out, dict(mesh.shape))
 
   def shard(*operands):
@@ -108,7 +111,7 @@ def _partition(product: Product, groups, bind, mesh, operands, result):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Array:
+class ShardedArray:
   """The sizes of an array's dimensions by name, their mesh axes, bytes an element."""
 
   sizes: dict[str, int]
@@ -116,7 +119,7 @@ class _Array:
   itemsize: int
 
   @classmethod
-  def of(cls, names, x) -> _Array:
+  def of(cls, names, x) -> ShardedArray:
     parts = {
         name: axes if isinstance(axes, tuple) else (axes,)
         for name, axes in zip(names, x.sharding.spec, strict=False) if axes is not None
@@ -154,7 +157,7 @@ class Layout:
 
 
 def choose_layout(
-    operands: list[_Array], out: _Array, mesh_shape: Mapping[str, int]
+    operands: list[ShardedArray], out: ShardedArray, mesh_shape: Mapping[str, int]
 ) -> Layout:
   """The layout that gathers no operand, or where they conflict, costs least.
 
@@ -182,7 +185,7 @@ def choose_layout(
 
 
 def _layout(
-    arrays, sizes, out: _Array, name_of_axis: dict[str, str],
+    arrays, sizes, out: ShardedArray, name_of_axis: dict[str, str],
     mesh_shape: Mapping[str, int],
 ) -> Layout:
   """The layout that gives each mesh axis to the dimension of that name."""
@@ -208,7 +211,7 @@ def _layout(
   return Layout(parts, scattered, tuple(summed))
 
 
-def _cost(layout: Layout, operands, sizes, out: _Array, mesh_shape) -> float:
+def _cost(layout: Layout, operands, sizes, out: ShardedArray, mesh_shape) -> float:
   """Seconds that a layout takes, roughly: arithmetic and what each device receives."""
   shards = math.prod(mesh_shape[a] for axes in layout.parts.values() for a in axes)
   cost = 2 * math.prod(sizes.values()) / shards / _FLOPS_PER_SECOND

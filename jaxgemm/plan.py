@@ -125,18 +125,26 @@ def _named(
         " that is not here"
     )
   kernel = KERNELS[name]
+  why = f"implementation={name!r}"
   if config is None:
     row = table.lookup(problem, device)
     if row is not None and row.kernel == name:
-      return Plan(name, row.config, "override", row.reason, problem)
-    for candidate in heuristics.candidates(problem, device):
+      return Plan(name, row.config, "override", f"{why}; {row.reason}", problem)
+    candidates = heuristics.candidates(problem, device)
+    for candidate in candidates:
       if candidate.kernel == name:
-        return Plan(name, candidate.config, "override", candidate.reason, problem)
+        why = f"{why}; {candidate.reason}"
+        return Plan(name, candidate.config, "override", why, problem)
     config = kernel.Config()
+    if name == "split_k":  # The heuristics split no small k, which the caller wants.
+      for candidate in candidates:
+        if candidate.kernel == "persistent":
+          config = kernel.Config(**vars(candidate.config), splits=2)
+          break
   reason = kernel.supports(problem, config)
   if reason is not None:
     raise ValueError(f"implementation {name!r} cannot serve {problem}: {reason}")
-  return Plan(name, config, "override", f"implementation={name!r}", problem)
+  return Plan(name, config, "override", why, problem)
 
 
 def _why_unsupported(device: Device | None) -> str:

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxgemm import precision as precisions
+from jaxgemm.checkpoint_policies import name_product
 from jaxgemm.dims import Dims, fold
 from jaxgemm.lowering import (
   epilogue,
@@ -38,7 +39,6 @@ gemm_p = Primitive("jaxgemm")
 def bind(lhs, rhs, c=None, *, product: Product) -> jax.Array:
   """Binds gemm_p to operands that need not yet vary over the same mesh axes."""
   operands = (lhs, rhs) if c is None else (lhs, rhs, c)
-  product = product.replace(dims=product.dims.canonical())
   return gemm_p.bind(*compat.vary_alike(*operands), product=product)
 
 
@@ -56,6 +56,15 @@ def _jitted(product: Product):
 # Without it: "Abstract evaluation for 'jaxgemm' not implemented", under any tracer.
 def _abstract_eval(lhs, rhs, *c, product: Product):
   """The type that lax.dot_general gives, errors included; c must have it too."""
+  meshes = (lhs.sharding.mesh, rhs.sharding.mesh, jax.sharding.get_abstract_mesh())
+  no_mesh = all(mesh.empty for mesh in meshes)
+  aval = (_type_without_mesh if no_mesh else _type)(lhs, rhs, product)
+  if c and c[0].shape != aval.shape:
+    raise TypeError(f"c has shape {c[0].shape}, the product {aval.shape}")
+  return aval
+
+
+def _type(lhs, rhs, product: Product):
   dims = product.dims
   aval, _ = lax.dot_general_p.abstract_eval(
       lhs, rhs,
@@ -71,9 +80,11 @@ def _abstract_eval(lhs, rhs, *c, product: Product):
     if not sharding.mesh.empty:
       sharding = permuted(sharding, have, want)
     aval = aval.update(shape=shape, sharding=sharding)
-  if c and c[0].shape != aval.shape:
-    raise TypeError(f"c has shape {c[0].shape}, the product {aval.shape}")
   return aval
+
+
+# Without a mesh the type depends on the arguments alone.
+_type_without_mesh = functools.lru_cache(maxsize=4096)(_type)
 
 
 # Without them: "MLIR translation rule for primitive 'jaxgemm' not found".
@@ -122,7 +133,10 @@ def _jvp(primals, tangents, *, product: Product):
     terms.append(gemm_p.bind(lhs, rhs_dot, product=linear))
   if c_dot and type(c_dot[0]) is not ad.Zero:
     terms.append(_scaled(c_dot[0], product.beta, product.out_dtype))
+  # Named here and not where it is first bound: a name has no transpose, but what
+  # policies choose to save has always been through this rule.
   out = gemm_p.bind(*primals, product=product)
+  out = name_product(out, has_batch=bool(product.dims.b))
   return out, functools.reduce(ad.add_jaxvals, terms)
 
 
@@ -194,7 +208,7 @@ def _any_product(operands, dims: Dims, out_dtype: str, out_sharding, product: Pr
     xla = xla.replace(out_sharding=out_sharding)
     return xla_product(xla, *operands, cuda=True)
   gradient = product.replace(
-      dims=dims.canonical(), out_dtype=out_dtype, algorithm=algorithm, config=None,
+      dims=dims, out_dtype=out_dtype, algorithm=algorithm, config=None,
       must_serve=False, beta=0.0, out_sharding=out_sharding,
   )
   return gemm_p.bind(*operands, product=gradient)

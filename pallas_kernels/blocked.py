@@ -23,8 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import calls
-from pallas_kernels import tiles
+from pallas_kernels import calls, tiles
 from pallas_kernels.problem import BlockedConfig, Problem
 
 NAME = "blocked"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 import dataclasses
-from typing import Any, Callable
+from typing import Any
 
 import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu

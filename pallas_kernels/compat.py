@@ -79,7 +79,8 @@ def canonicalize_precision(precision):
 
   None becomes what jax_default_matmul_precision says.
   """
-  return _lax.canonicalize_precision(precision)
+  precision = _lax.canonicalize_precision(precision)
+  return tuple(precision) if isinstance(precision, list) else precision
 
 
 def canonicalize_out_sharding(out_sharding, name: str):

@@ -20,8 +20,9 @@ Pallas Mosaic GPU guide to Hopper matrix products.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 import dataclasses
-from typing import Any, Callable, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -29,9 +30,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import calls
+from pallas_kernels import calls, tiles
 from pallas_kernels import ring as rings
-from pallas_kernels import tiles
 from pallas_kernels.problem import PersistentConfig, Problem
 
 NAME = "persistent"

@@ -24,11 +24,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import calls
+from pallas_kernels import calls, persistent, tiles
 from pallas_kernels import epilogue as epilogues
-from pallas_kernels import persistent
 from pallas_kernels import ring as rings
-from pallas_kernels import tiles
 from pallas_kernels.problem import Epilogue, Problem, SplitKConfig
 
 NAME = "split_k"

@@ -8,7 +8,6 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 import numpy as np
-from product_cases import normal, product_dims, products
 import pytest
 
 import jaxgemm
@@ -16,6 +15,7 @@ from jaxgemm import reference
 from jaxgemm.dims import Dims, fold, label_axes
 from jaxgemm.precision import choose_algorithm
 from pallas_kernels.problem import BlockedConfig
+from tests.product_cases import normal, product_dims, products
 
 MATMUL_SHAPES = [
     ((4, 5), (5, 6)),
@@ -112,7 +112,7 @@ def test_dot_general(name, rng):
   result = jaxgemm.dot_general(lhs, rhs, numbers)
   assert result.shape == lax.dot_general(lhs, rhs, numbers).shape
   _assert_close(result, reference.dot_general(lhs, rhs, numbers), "float32")
-  assert len(products(lambda l, r: jaxgemm.dot_general(l, r, numbers), lhs, rhs)) == 1
+  assert len(products(lambda x, y: jaxgemm.dot_general(x, y, numbers), lhs, rhs)) == 1
 
 
 @pytest.mark.parametrize("name", ["NN", "NT", "TN", "TT", "batch TN", "k inside lhs"])

@@ -9,12 +9,12 @@ from jax import lax
 import jax.numpy as jnp
 from jax.test_util import check_grads
 import numpy as np
-from product_cases import count_primitives, normal, products
 import pytest
 
 import jaxgemm
 from jaxgemm import reference
 from jaxgemm.dims import Dims
+from tests.product_cases import count_primitives, normal, products
 
 # A CPU computes float32 products of any precision in float32.
 check_second_order = functools.partial(
@@ -40,7 +40,7 @@ NUMBERS = {
 @pytest.mark.parametrize("name", NUMBERS)
 def test_dot_general(name, precision, rng):
   lhs_shape, rhs_shape, numbers = NUMBERS[name]
-  f = lambda l, r: jnp.sin(jaxgemm.dot_general(l, r, numbers, precision))
+  f = lambda x, y: jnp.sin(jaxgemm.dot_general(x, y, numbers, precision))
   check_second_order(f, (normal(rng, *lhs_shape), normal(rng, *rhs_shape)))
 
 
@@ -83,7 +83,7 @@ def _gradient(f):
 def test_gradients_are_products_in_place(name, rng):
   """Three products, of operands as they are stored, and no transposition."""
   lhs_shape, rhs_shape, numbers = NUMBERS[name]
-  f = _gradient(lambda l, r: jaxgemm.dot_general(l, r, numbers))
+  f = _gradient(lambda x, y: jaxgemm.dot_general(x, y, numbers))
   lhs, rhs = normal(rng, *lhs_shape), normal(rng, *rhs_shape)
   counts = count_primitives(f, lhs, rhs)
   assert counts["jaxgemm"] == 3 and counts["dot_general"] == 0
@@ -106,7 +106,7 @@ def test_gradients_are_products_in_place(name, rng):
 def test_layouts_of_gradients(name, lhs_gradient, rhs_gradient, rng):
   lhs_shape, rhs_shape, numbers = NUMBERS[name]
   lhs, rhs = normal(rng, *lhs_shape), normal(rng, *rhs_shape)
-  f = lambda l, r: jaxgemm.dot_general(l, r, numbers)
+  f = lambda x, y: jaxgemm.dot_general(x, y, numbers)
   for index, dims in enumerate((lhs_gradient, rhs_gradient)):
     _, pullback = jax.vjp(f, lhs, rhs)
     found = products(lambda ct, i=index: pullback(ct)[i], f(lhs, rhs))
@@ -173,7 +173,9 @@ def test_gradients_have_their_operands_dtypes(out_dtype, precision, rng):
   for x, y, truth in zip(ours, theirs, truths, strict=True):
     assert x.dtype == y.dtype == jnp.bfloat16
     xla_error = reference.relative_error(y, truth)
-    assert reference.relative_error(x, truth) <= 1.1 * xla_error
+    # A CPU computes BF16_BF16_F32 of a float32 cotangent in float32, a GPU rounds it.
+    slack = 2.0 if precision == "BF16_BF16_F32" else 1.1
+    assert reference.relative_error(x, truth) <= slack * xla_error
 
 
 @pytest.mark.parametrize(

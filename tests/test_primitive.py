@@ -9,7 +9,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
-from product_cases import count_primitives, cuda_kernels, normal, product_dims, products
 import pytest
 
 import jaxgemm
@@ -17,6 +16,13 @@ from jaxgemm import checkpoint_policies, reference
 from jaxgemm.dims import Dims
 from pallas_kernels import KERNELS
 from pallas_kernels.problem import BlockedConfig, PersistentConfig
+from tests.product_cases import (
+  count_primitives,
+  cuda_kernels,
+  normal,
+  product_dims,
+  products,
+)
 
 
 def _loss(matmul):
@@ -101,6 +107,16 @@ def test_vmap_of_gemm(ab_axes, c_axis, rng):
   assert len(products(ours, *operands)) == 1
 
 
+def test_vmap_of_gemm_with_a_shared_operand(rng):
+  """One batch dimension in both operands and one in rhs alone: the result moves."""
+  a, b, c = normal(rng, 6, 3, 4), normal(rng, 6, 2, 4, 5), normal(rng, 6, 2, 3, 5)
+  for axis in (0, 3):
+    mapped = jnp.moveaxis(c, 0, axis)
+    ours = jax.vmap(lambda *x: jaxgemm.gemm(*x, beta=0.5), (0, 0, axis))(a, b, mapped)
+    theirs = jax.vmap(lambda a, b, c: a @ b + 0.5 * c, (0, 0, axis))(a, b, mapped)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
 def test_vmap_twice_and_grad_of_vmap(rng):
   a, b = normal(rng, 2, 7, 3, 4), normal(rng, 7, 4, 5)
   twice = lambda f: jax.vmap(jax.vmap(f), (0, None))
@@ -138,18 +154,28 @@ def test_disable_jit(rng):
     np.testing.assert_allclose(jaxgemm.matmul(a, b), a @ b, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("implementation", [None, "xla"])
+_PRODUCTS = checkpoint_policies.products_saveable
+_NO_BATCH = checkpoint_policies.products_with_no_batch_dims_saveable
+_NAMED = jax.checkpoint_policies.save_only_these_names("jaxgemm_out")
+
+
 @pytest.mark.parametrize(
-    "policy, weights, scores",
+    "implementation, policy, weights, scores",
     [
-        (None, 2, 2),
-        (checkpoint_policies.products_saveable, 1, 1),
-        (checkpoint_policies.products_with_no_batch_dims_saveable, 1, 2),
-        (jax.checkpoint_policies.save_only_these_names("jaxgemm_out"), 1, 1),
+        (None, None, 2, 2),
+        (None, _PRODUCTS, 1, 1),
+        (None, _NO_BATCH, 1, 2),
+        (None, _NAMED, 1, 1),
+        ("xla", None, 2, 2),
+        ("xla", _PRODUCTS, 1, 1),
+        ("xla", _NO_BATCH, 1, 2),
     ],
-    ids=["none", "products", "no batch", "name"],
+    ids=[
+        "none", "products", "no batch", "name", "xla none", "xla products",
+        "xla no batch",
+    ],
 )
-def test_checkpoint_policies(policy, weights, scores, implementation, rng):
+def test_checkpoint_policies(implementation, policy, weights, scores, rng):
   """How often the forward products of weights and of scores run, once or twice."""
   x, w = normal(rng, 2, 3, 4), normal(rng, 4, 6)
 
@@ -166,7 +192,6 @@ def test_checkpoint_policies(policy, weights, scores, implementation, rng):
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
   name = "dot_general" if implementation == "xla" else "jaxgemm"
   backward = 4  # Two for each product.
-  # `scores` is read by sin alone, but recomputing it takes the first product too.
   assert count_primitives(ours, x, w)[name] == backward + weights + scores
 
 
@@ -275,8 +300,8 @@ def test_emulation_under_jit_grad_vmap_scan_checkpoint(rng):
   matmul = lambda a, b: jaxgemm.matmul(a, b, config=BlockedConfig(64, 64, 64))
 
   def loss(matmul, x, ws):
-    body = jax.checkpoint(lambda x, w: (jnp.tanh(jax.vmap(matmul, (0, None))(x, w)), None))
-    return jnp.sum(jax.lax.scan(body, x, ws)[0].astype("float32"))
+    layer = lambda x, w: (jnp.tanh(jax.vmap(matmul, (0, None))(x, w)), None)
+    return jnp.sum(jax.lax.scan(jax.checkpoint(layer), x, ws)[0].astype("float32"))
 
   step = jax.jit(jax.value_and_grad(loss, (1, 2)), static_argnums=0)
   with jaxgemm.emulate():

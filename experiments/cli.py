@@ -1,0 +1,198 @@
+"""What the programs that run problems share: flags, the device, the rows' file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+import contextlib
+import dataclasses
+import pathlib
+import sys
+
+from absl import app, flags, logging
+import jax
+
+from experiments import common_flags, progress, provenance, report, suites
+import jaxgemm
+from jaxgemm import device as device_lib
+
+flags.adopt_module_key_flags(common_flags)
+_SUITE = flags.DEFINE_enum(
+    "suite", "demo", suites.SUITES, "Named problems; see experiments/suites.py."
+)
+_SHAPES = flags.DEFINE_multi_string(
+    "shapes",
+    [],
+    "A problem instead of a suite's, [batch,]m,n,k[:LAYOUTS] with layouts joined"
+    " by '+'; may be repeated.",
+)
+_DTYPES = flags.DEFINE_list(
+    "dtypes",
+    None,
+    "Operand dtypes. A suite keeps only its problems with one of them; --shapes"
+    " run in each (default bfloat16).",
+)
+_LAYOUTS = flags.DEFINE_list(
+    "layouts",
+    None,
+    "Layouts (NN, NT, TN, TT). A suite keeps only its problems with one of them;"
+    " --shapes that name none run in each (default NN).",
+)
+_DRAW = flags.DEFINE_integer("draw", 20, "Problems of --suite=random.", lower_bound=1)
+_TIMING = flags.DEFINE_boolean(
+    "timing", True, "Whether to time what passed the gate; a CPU never does."
+)
+_REPEATS = flags.DEFINE_integer(
+    "repeats",
+    None,
+    "Timed calls of each program (default 20, 5 in a sweep).",
+    lower_bound=1,
+)
+_NAME = flags.DEFINE_string(
+    "name", None, "NAME of the files; by default it names the suite, or 'shapes'."
+)
+
+EMULATED_DEVICE = "NVIDIA H200"
+# Emulation takes about a second for 256^3; beyond this a problem takes minutes.
+_EMULATED_FLOPS = 2 * 1024**3
+_RANDOM_LARGEST = {"gpu": 8192, "cpu": 256}
+
+
+def member_check(allowed: Sequence[str]):
+  """Returns a validator of a list flag; None passes."""
+  return lambda values: values is None or set(values) <= set(allowed)
+
+
+for _flag, _allowed in ((_DTYPES, suites.DTYPES), (_LAYOUTS, suites.LAYOUTS)):
+  flags.register_validator(
+      _flag.name, member_check(_allowed), f"must be among {', '.join(_allowed)}"
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class Platform:
+  """Where a program runs.
+
+  Attributes:
+    on_gpu: whether the kernels run on a GPU; else they are emulated on the CPU.
+    device: the device to plan for, or None if it is unknown.
+    name: what the rows call it.
+  """
+
+  on_gpu: bool
+  device: device_lib.Device | None
+  name: str
+
+  def context(self) -> contextlib.AbstractContextManager[None]:
+    """Returns the context in which the products run."""
+    return contextlib.nullcontext() if self.on_gpu else jaxgemm.emulate()
+
+
+def start(argv: Sequence[str]) -> Platform:
+  """Returns the platform; the first call of a program's main, with its arguments."""
+  if len(argv) > 1:
+    raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+  if flags.FLAGS.verbosity == logging.INFO:  # app.run's default.
+    logging.set_verbosity(logging.WARNING)  # JAX informs of each absent platform.
+  if jax.default_backend() == "gpu":
+    return Platform(
+        True, device_lib.current_device(), jax.devices()[0].device_kind
+    )
+  print(
+      f"No GPU: the kernels run in emulation with the plans of an {EMULATED_DEVICE};"
+      " nothing is timed."
+  )
+  device = device_lib.known_device(EMULATED_DEVICE)
+  return Platform(False, device, f"cpu (emulating {EMULATED_DEVICE})")
+
+
+def cases(platform: Platform) -> tuple[str, list[suites.Case]]:
+  """Returns the suite's name and the cases that the flags ask for."""
+  suite, found = _selected("gpu" if platform.on_gpu else "cpu")
+  for case in found:
+    if not platform.on_gpu and case.problem.flops > _EMULATED_FLOPS:
+      raise app.UsageError(
+          f"{case.name} is too large to emulate on a CPU: run it on a GPU, or"
+          f" smaller --shapes (at most {_EMULATED_FLOPS:.1e} operations)"
+      )
+  return suite, found
+
+
+def _selected(platform: str) -> tuple[str, list[suites.Case]]:
+  if _SHAPES.value:
+    try:
+      found = [
+          case
+          for shape in _SHAPES.value
+          for case in suites.parse_shape(
+              shape, _LAYOUTS.value or ["NN"], _DTYPES.value or ["bfloat16"]
+          )
+      ]
+    except ValueError as error:
+      raise app.UsageError(str(error)) from error
+    return "shapes", found
+  if _SUITE.value == "demo":
+    found = suites.demo_suite(platform == "gpu")
+  elif _SUITE.value == "issue2":
+    found = suites.issue2_suite()
+  else:
+    found = suites.random_suite(
+        _DRAW.value, common_flags.SEED.value, _RANDOM_LARGEST[platform]
+    )
+  found = suites.select(found, _LAYOUTS.value, _DTYPES.value)
+  if not found:
+    raise app.UsageError("no problem of the suite has these layouts and dtypes")
+  return _SUITE.value, found
+
+
+def repeats(platform: Platform, default: int) -> int:
+  """Returns how often to time each program; 0 where nothing is timed."""
+  if not (platform.on_gpu and _TIMING.value):
+    return 0
+  return default if _REPEATS.value is None else _REPEATS.value
+
+
+def row_provenance(suite: str, platform: Platform, module: str) -> report.Provenance:
+  """Returns what the rows of this run of `module` share."""
+  return report.Provenance(
+      suite=suite,
+      device=platform.name,
+      jax=jax.__version__,
+      commit=provenance.commit(),
+      date=provenance.date(),
+      command=provenance.command(module),
+  )
+
+
+def output_path(default_name: str) -> pathlib.Path:
+  """Returns the path of the run's files, less their suffix; makes the folder."""
+  folder = pathlib.Path(common_flags.OUTPUT.value)
+  folder.mkdir(parents=True, exist_ok=True)
+  return folder / (_NAME.value or default_name)
+
+
+def record[RowT: report.Row](
+    rows_of_cases: Iterable[Sequence[RowT]], num_cases: int, path: pathlib.Path
+) -> list[RowT]:
+  """Returns all rows; shows a bar and writes the rows of each case as they come."""
+  rows: list[RowT] = []
+  with (
+      path.open("w", encoding="utf-8") as file,
+      progress.bar(total=num_cases, unit="problem") as shown,
+  ):
+    for case_rows in rows_of_cases:
+      rows.extend(case_rows)
+      file.writelines(row.to_json() + "\n" for row in case_rows)
+      file.flush()  # A run that is cut short keeps what it measured.
+      shown.set_postfix_str(case_rows[0].name, refresh=False)
+      shown.update()
+  return rows
+
+
+def exit_if_failed(rows: Sequence[report.Row]) -> None:
+  """Names the rows that the gate rejected and exits with 1, if there are any."""
+  failed = [row for row in rows if row.failed]
+  if failed:
+    print(f"{len(failed)} of {len(rows)} results failed:", file=sys.stderr)
+    for row in failed:
+      print(f"  {row.name} under {row.implementation}: {row.plan}", file=sys.stderr)
+    sys.exit(1)
