@@ -95,23 +95,42 @@ _BIG_TILE = 128 * 192  # From here on multicast has been seen to win.
 def _configs(problem: Problem, device: Device) -> Iterator[tuple[str, Config]]:
   tile_k = tiles.swizzle_elems(problem.dtype)
   k_steps = tiles.cdiv(problem.k, tile_k)
-  yield "blocked", BlockedConfig(128, 128, tile_k)
-  yield "blocked", BlockedConfig(64, 64, tile_k)
+  promote = promotion(problem, k_steps)
+  yield "blocked", BlockedConfig(128, 128, tile_k, promote)
+  yield "blocked", BlockedConfig(64, 64, tile_k, promote)
   for tile_m, tile_n in _PIPELINED_TILES:
     if not _wasteful(problem, tile_m, tile_n):
       for num_stages in (3, 5, 8):
-        yield "pipelined", PipelinedConfig(tile_m, tile_n, tile_k, num_stages)
+        config = PipelinedConfig(tile_m, tile_n, tile_k, num_stages, promote)
+        yield "pipelined", config
   for tile_m, tile_n, wg_dim in _PERSISTENT_TILES:
     if _wasteful(problem, tile_m, tile_n):
       continue
-    shape = dict(tile_m=tile_m, tile_n=tile_n, tile_k=tile_k, wg_dim=wg_dim)
+    shape = dict(
+        tile_m=tile_m, tile_n=tile_n, tile_k=tile_k, wg_dim=wg_dim, promote=promote
+    )
     if tile_m * tile_n >= _BIG_TILE and problem.m > tile_m:
       # First among equals: multicast moves less data, which tells when clocks fall.
       config = PersistentConfig(**shape, cluster_m=2)
       yield from _with_stages(problem, "persistent", config)
     yield from _with_stages(problem, "persistent", PersistentConfig(**shape))
     for splits in _splits(problem, device, tile_m, tile_n, k_steps):
-      yield from _with_stages(problem, "split_k", SplitKConfig(**shape, splits=splits))
+      config = SplitKConfig(**shape, splits=splits)
+      part = promotion(problem, tiles.cdiv(k_steps, splits))
+      config = dataclasses.replace(config, promote=part)
+      yield from _with_stages(problem, "split_k", config)
+
+
+def promotion(problem: Problem, k_steps: int) -> int:
+  """The `promote` that keeps a sum of `k_steps` k tiles as exact as its result.
+
+  Only a float32 result of 16-bit operands shows the tensor cores' truncation. A
+  quarter of a short sum, or four tiles of a long one, truncate less than the
+  float32 sum around them rounds.
+  """
+  if problem.out_dtype != "float32" or problem.dtype == "float32":
+    return 0
+  return max(1, min(4, k_steps // 4))
 
 
 def _wasteful(problem: Problem, tile_m: int, tile_n: int) -> bool:
@@ -173,11 +192,14 @@ def estimate(
   waiting = model.latency / in_flight
   step = max(matrix, supply, waiting) + model.step / together
 
-  # The tiles of one SM. CTAs that share it store while others multiply.
+  # The tiles of one SM. CTAs that share it store while others multiply, unless the
+  # stores are masked: those occupy the SM's own pipes.
   store = config.tile_m * config.tile_n * out_bytes / model.store_rate + model.epilogue
   if splits == 1 and problem.n * problem.out_itemsize % 16:
     store *= model.masked
-  busy = per_sm * (k_steps * step + store / together)
+  else:
+    store /= together
+  busy = per_sm * (k_steps * step + store)
 
   memory = problem.num_bytes / (device.bandwidth_tbps * 1e6 * model.memory)
   main = model.launch + model.latency + _soft_max(busy, memory)
@@ -190,7 +212,8 @@ def estimate(
 def _resident(problem: Problem, kernel: str, config: Config) -> int:
   """CTAs of one warpgroup that share an SM."""
   by_smem = tiles.SMEM_LIMIT_BYTES // KERNELS[kernel].smem_bytes(problem, config)
-  registers = min(config.tile_m * config.tile_n // 128 + 56, 255)
+  sums = 2 if config.promote else 1
+  registers = min(sums * config.tile_m * config.tile_n // 128 + 56, 255)
   by_registers = 65536 // (128 * tiles.round_up(registers, 8))
   return max(1, min(by_smem, by_registers))
 
@@ -223,12 +246,7 @@ def pass_over(problem: Problem, shape, k_major: bool) -> str | None:
   """What `tiles.prepare` does to an operand before the kernel, or None."""
   if problem.dtype == "float32":
     return "rounding" if k_major else "rounding and transposing"
-  rows, cols = shape[1:]
-  if tiles.tileable(rows, cols, problem.dtype):
-    return None
-  if k_major and cols % tiles.tma_stride_elems(problem.dtype) == 0:
-    return None
-  return "padding"
+  return "padding" if tiles.needs_padding(*shape[1:], problem.dtype, k_major) else None
 
 
 def _xla(problem: Problem, device: Device) -> Candidate:

@@ -19,11 +19,10 @@ from __future__ import annotations
 
 import jax
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import calls, tiles
+from pallas_kernels import accumulate, calls, tiles
 from pallas_kernels.problem import BlockedConfig, Problem
 
 NAME = "blocked"
@@ -35,7 +34,7 @@ def supports(problem: Problem, config: BlockedConfig) -> str | None:
   return (
       tiles.check_problem(problem)
       or tiles.check_tile(problem, config.tile_m, config.tile_n, config.tile_k)
-      or tiles.check_accumulator(config.tile_m, config.tile_n)
+      or accumulate.check(config.tile_m, config.tile_n, config.promote)
       or tiles.check_smem(smem_bytes(problem, config))
   )
 
@@ -67,16 +66,18 @@ def launch(
       rhs.load(rhs_gmem, refs["rhs_slot"], 0, full, mn=n, **at)
       plgpu.barrier_wait(full)
 
-    def _multiply(acc):
-      def step(k, _):
-        _load(k)
+    def _multiply(acc, first, count):
+      def step(i, _):
+        _load(first + i)
         plgpu.wgmma(acc, lhs.view(refs["lhs_slot"], 0), rhs.view(refs["rhs_slot"], 0))
         plgpu.wgmma_wait(0)  # The next load overwrites what this one reads.
 
-      lax.fori_loop(jnp.int32(0), jnp.int32(tiles.cdiv(problem.k, config.tile_k)), step, None)
-      return acc[...]
+      lax.fori_loop(jnp.int32(0), jnp.int32(count), step, None)
 
-    acc = pl.run_scoped(_multiply, plgpu.ACC((config.tile_m, config.tile_n), jnp.float32))
+    acc = accumulate.sum_over_k(
+        _multiply, shape=(config.tile_m, config.tile_n),
+        k_steps=tiles.cdiv(problem.k, config.tile_k), promote=config.promote,
+    )
     call.epilogue.store(
         acc, out_gmem, c_gmem, refs, wg=0, batch=batch, row=m, col=n
     )

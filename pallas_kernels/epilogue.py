@@ -2,16 +2,19 @@
 
 The result leaves in pieces of 64 rows x `piece_cols` columns. Each piece goes
 from registers into a staging slot in shared memory and from there to GMEM, in
-one of three ways (`Epilogue.way`), chosen from the shape of the array:
+one of three ways (`Staging.way`):
 
-  tiled   a TMA copy that undoes the tiling of the staging slot;
-  flat    a TMA copy from an untiled view of the same bytes: any m and n whose
-          row stride is a multiple of 16 bytes (TMA clips what lies outside);
+  flat    a TMA copy from an untiled view of the slot: any m and n whose row
+          stride is a multiple of 16 bytes (TMA clips what lies outside);
   masked  ordinary coalesced stores, each guarded by its row and column: any
           stride. TMA cannot write such a result, and padding it would cost a
-          second pass over it.
+          second pass over it;
+  tiled   a TMA copy that undoes the tiling of the slot. Only in the emulator,
+          which can do nothing else: Mosaic drops dimensions of size one from a
+          copy, and then a piece beyond the last column of a narrow result
+          would not be clipped.
 
-`c` is read the same way back (tiled or flat; `prepare_c` pads a bad stride).
+`c` is read the same way back (flat or tiled; `prepare_c` pads a bad stride).
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ class Staging:
   """How pieces of an array of dtype `dtype` stand in shared memory.
 
   Attributes:
-    way: "tiled", "flat" or "masked".
+    way: "flat", "masked" or "tiled".
     cols: columns of a piece.
     num_wgs: warpgroups that store.
   """
@@ -175,18 +178,15 @@ class Epilogue:
 def make_epilogue(
     problem: Problem, wg_tile_n: int, num_wgs: int, *, emulated: bool
 ) -> Epilogue:
-  """Chooses the way of the store from the shape of the result.
+  """Chooses the way of the store from the row stride of the result.
 
   The emulator has neither alignment rules nor the masked store's instructions:
   it always takes the tiled way.
   """
-  def way(itemsize: int, dtype: str) -> str:
-    if emulated or tiles.tileable(problem.m, problem.n, dtype):
-      return "tiled"
-    return "flat" if problem.n * itemsize % 16 == 0 else "masked"
-
+  copied = "tiled" if emulated else "flat"
+  masked = problem.n % tiles.tma_stride_elems(problem.out_dtype) and not emulated
   out = Staging(
-      way(problem.out_itemsize, problem.out_dtype), problem.out_dtype,
+      "masked" if masked else copied, problem.out_dtype,
       piece_cols(wg_tile_n, problem.out_itemsize), num_wgs,
   )
   c_dtype = problem.epilogue.c_dtype
@@ -195,10 +195,8 @@ def make_epilogue(
   # A wider c takes narrower pieces; both then have the same columns.
   itemsize = max(jnp.dtype(c_dtype).itemsize, problem.out_itemsize)
   cols = piece_cols(wg_tile_n, itemsize)
-  c_way = "tiled" if emulated or tiles.tileable(problem.m, problem.n, c_dtype) else "flat"
-  return Epilogue(
-      problem, dataclasses.replace(out, cols=cols), Staging(c_way, c_dtype, cols, num_wgs)
-  )
+  c = Staging(copied, c_dtype, cols, num_wgs)
+  return Epilogue(problem, dataclasses.replace(out, cols=cols), c)
 
 
 def prepare_c(c: jax.Array, problem: Problem) -> jax.Array:
@@ -246,7 +244,7 @@ def _store_masked(piece, slot: Ref, out_gmem: Ref, row, col) -> None:
     ]
     # All loads first: each guarded store would else wait for a load of its own.
     values = [memref.load(slot, [slot_row, lane_col]) for slot_row in slot_rows]
-    for slot_row, value in zip(slot_rows, values):
+    for slot_row, value in zip(slot_rows, values, strict=True):
       out_row = arith.addi(row, slot_row)
       in_rows = arith.cmpi(arith.CmpIPredicate.ult, out_row, const(num_rows))
       inside = scf.IfOp(arith.andi(in_rows, in_cols))

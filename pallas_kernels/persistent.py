@@ -26,11 +26,9 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import calls, tiles
+from pallas_kernels import accumulate, calls, tiles
 from pallas_kernels import ring as rings
 from pallas_kernels.problem import PersistentConfig, Problem
 
@@ -58,7 +56,7 @@ def check_config(problem: Problem, config: PersistentConfig) -> str | None:
     return f"grid_width={config.grid_width} must be at least 1"
   return (
       tiles.check_tile(problem, config.tile_m, config.tile_n, config.tile_k)
-      or tiles.check_accumulator(wg_m, wg_n)
+      or accumulate.check(wg_m, wg_n, config.promote)
       or _check_wg_n(problem, wg_n)
       or tiles.check_smem(smem_bytes(problem, config))
   )
@@ -144,14 +142,15 @@ def run(
       def tile(local, _):
         index, m, n = grid.locate(local)
 
-        def multiply(acc):
+        def multiply(acc, first, count):
           ring.consume(
-              acc, refs, first_step=local * k_steps, num_steps=k_steps,
+              acc, refs, first_step=local * k_steps + first, num_steps=count,
               lhs_part=share.lhs_part, rhs_part=share.rhs_part,
           )
-          return acc[...]
 
-        acc = pl.run_scoped(multiply, plgpu.ACC(wg_tile_shape, jnp.float32))
+        acc = accumulate.sum_over_k(
+            multiply, shape=wg_tile_shape, k_steps=k_steps, promote=config.promote
+        )
         epilogue.store(
             acc, out_gmem, c_gmem, refs, wg=wg, batch=index,
             row=m + share.row, col=n + share.col,

@@ -24,11 +24,10 @@ from __future__ import annotations
 
 import jax
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import calls, tiles
+from pallas_kernels import accumulate, calls, tiles
 from pallas_kernels.problem import PipelinedConfig, Problem
 
 NAME = "pipelined"
@@ -42,7 +41,7 @@ def supports(problem: Problem, config: PipelinedConfig) -> str | None:
   return (
       tiles.check_problem(problem)
       or tiles.check_tile(problem, config.tile_m, config.tile_n, config.tile_k)
-      or tiles.check_accumulator(config.tile_m, config.tile_n)
+      or accumulate.check(config.tile_m, config.tile_n, config.promote)
       or tiles.check_smem(smem_bytes(problem, config))
   )
 
@@ -80,13 +79,15 @@ def launch(
     def _multiply(acc, step):
       slot = lax.rem(step, jnp.int32(num_stages))
       plgpu.barrier_wait(refs["full"].at[slot])
-      plgpu.wgmma(acc, lhs.view(refs["lhs_slots"], slot), rhs.view(refs["rhs_slots"], slot))
+      plgpu.wgmma(
+          acc, lhs.view(refs["lhs_slots"], slot), rhs.view(refs["rhs_slots"], slot)
+      )
       plgpu.wgmma_wait(1)  # The wgmma of step - 1 has read its slot.
 
-    def _pipeline(acc):
-      for step in range(ahead):
-        _load(jnp.int32(step), step)
+    for step in range(ahead):
+      _load(jnp.int32(step), step)
 
+    def _pipeline(acc, first, count):
       def steady(step, _):
         _multiply(acc, step)
         _load(step + ahead, lax.rem(step + ahead, jnp.int32(num_stages)))
@@ -94,12 +95,14 @@ def launch(
       def drain(step, _):
         _multiply(acc, step)
 
-      last_load = jnp.int32(k_steps - ahead)
-      lax.fori_loop(jnp.int32(0), last_load, steady, None)
-      lax.fori_loop(last_load, jnp.int32(k_steps), drain, None)
-      return acc[...]
+      end, all_loaded = first + count, jnp.int32(k_steps - ahead)
+      lax.fori_loop(first, lax.min(end, all_loaded), steady, None)
+      lax.fori_loop(lax.max(first, all_loaded), end, drain, None)
 
-    acc = pl.run_scoped(_pipeline, plgpu.ACC((config.tile_m, config.tile_n), jnp.float32))
+    acc = accumulate.sum_over_k(
+        _pipeline, shape=(config.tile_m, config.tile_n), k_steps=k_steps,
+        promote=config.promote,
+    )
     call.epilogue.store(
         acc, out_gmem, c_gmem, refs, wg=0, batch=batch, row=m, col=n
     )

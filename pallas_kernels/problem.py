@@ -141,21 +141,29 @@ def _size(shape: tuple[int, ...]) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class BlockedConfig:
-  """Tile of one CTA; one warpgroup, one shared-memory slot."""
+  """Tile of one CTA: one warpgroup, one shared-memory slot.
+
+  `promote`: see PersistentConfig.
+  """
 
   tile_m: int = 128
   tile_n: int = 128
   tile_k: int = 64
+  promote: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class PipelinedConfig:
-  """Tile of one CTA, and the number of shared-memory slots in its ring."""
+  """Tile of one CTA, and the number of shared-memory slots in its ring.
+
+  `promote`: see PersistentConfig.
+  """
 
   tile_m: int = 128
   tile_n: int = 128
   tile_k: int = 64
   num_stages: int = 4
+  promote: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,6 +178,8 @@ class PersistentConfig:
       share the rhs tile, neighbours along n the lhs tile (multicast).
     grid_minor: the dimension along which consecutive CTAs walk first.
     grid_width: width, in (cluster) tiles, of the band that they walk.
+    promote: k tiles after which the sums leave the tensor cores' accumulator for
+      ordinary float32 registers; 0: only at the end (see `accumulate`).
   """
 
   tile_m: int = 128
@@ -181,6 +191,7 @@ class PersistentConfig:
   cluster_n: int = 1
   grid_minor: Literal["m", "n"] = "m"
   grid_width: int = 8
+  promote: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,16 +3,16 @@
 Shared memory that wgmma reads is swizzled by 128 bytes and tiled by 8 rows x
 128 bytes. An operand gets there in one of two ways (`Operand.flat`):
 
-  tiled  one TMA copy of rank 4 that tiles as it copies. TMA then wants each
-         dimension of the array to be a multiple of the 8 x 128 byte tile, or no
-         larger than it.
-  flat   one TMA copy of rank 2 into an untiled view of the same bytes. With a
-         slot exactly 128 bytes wide both views have the same byte order, and
-         any size is served (TMA fills what lies outside with zeros). Only for
-         k-major operands, whose slot can be that narrow.
+  flat   k-major operands: one TMA copy of rank 2 into an untiled view of the
+         slot. A slot is exactly 128 bytes wide, so that both views have the
+         same byte order, and any size is served (TMA fills what lies outside
+         with zeros).
+  tiled  other operands, whose slot is wider, and all of them in the emulator:
+         one TMA copy of rank 4 that tiles as it copies. Each dimension of the
+         array must be a multiple of the 8 x 128 byte tile, or smaller than it.
 
 Both want a row stride that is a multiple of 16 bytes. `prepare` pads the
-operands for which neither holds.
+operands that do not fit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ SMEM_LIMIT_BYTES = 232448  # What one CTA may have on Hopper.
 BARRIER_BYTES = 1024  # Room for every mbarrier of a kernel, one alignment unit.
 TMA_BOX_LIMIT = 256  # Elements of one dimension of a TMA box.
 GRID_WIDTH = 8  # Tiles of a band, where the config does not say (`tile_order`).
-MAX_ACC_REGISTERS = 200  # A thread has 255, and needs some for other things.
 
 Ref = Any  # A Pallas reference.
 
@@ -56,12 +55,14 @@ def tma_stride_elems(dtype) -> int:
   return 16 // jnp.dtype(dtype).itemsize
 
 
-def tileable(rows: int, cols: int, dtype) -> bool:
-  """Whether one TMA copy can tile an array [rows, cols] as it copies."""
-  elems = swizzle_elems(dtype)
+def needs_padding(rows: int, cols: int, dtype, k_major: bool) -> bool:
+  """Whether TMA cannot take an operand stored [rows, cols] as it is."""
   if cols % tma_stride_elems(dtype):
+    return True
+  if k_major:
     return False
-  return (rows % 8 == 0 or rows < 8) and (cols % elems == 0 or cols < elems)
+  elems = swizzle_elems(dtype)
+  return (rows % 8 and rows > 8) or (cols % elems and cols > elems)
 
 
 def swizzled(dtype, swizzle: int = SWIZZLE_BYTES) -> tuple[Any, ...]:
@@ -140,16 +141,18 @@ class Operand:
 
 
 def lhs_operand(problem: Problem, tile_m: int, tile_k: int, flat: bool) -> Operand:
+  k_major = problem.lhs_layout == "k-major"
   return Operand(
-      True, problem.lhs_layout == "k-major", tile_m, tile_k, problem.dtype,
-      problem.lhs_batched and problem.batch > 1, flat,
+      True, k_major, tile_m, tile_k, problem.dtype,
+      problem.lhs_batched and problem.batch > 1, flat and k_major,
   )
 
 
 def rhs_operand(problem: Problem, tile_n: int, tile_k: int, flat: bool) -> Operand:
+  k_major = problem.rhs_layout == "k-major"
   return Operand(
-      False, problem.rhs_layout == "k-major", tile_n, tile_k, problem.dtype,
-      problem.rhs_batched and problem.batch > 1, flat,
+      False, k_major, tile_n, tile_k, problem.dtype,
+      problem.rhs_batched and problem.batch > 1, flat and k_major,
   )
 
 
@@ -160,17 +163,15 @@ def pad_for_tma(x: jax.Array, dtype, *, k_major: bool) -> jax.Array:
   which asks for both dimensions. The zeros do not change the product.
   """
   _, rows, cols = x.shape
-  if tileable(rows, cols, dtype):
+  if not needs_padding(rows, cols, dtype, k_major):
     return x
-  if k_major:
-    if cols % tma_stride_elems(dtype) == 0:
-      return x
-    pad_rows, pad_cols = 0, round_up(cols, swizzle_elems(dtype)) - cols
-  else:
-    elems = swizzle_elems(dtype) if cols > swizzle_elems(dtype) else tma_stride_elems(dtype)
-    pad_rows = round_up(rows, 8) - rows if rows > 8 else 0
-    pad_cols = round_up(cols, elems) - cols
-  return lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), (0, pad_rows, 0), (0, pad_cols, 0)))
+  elems = swizzle_elems(dtype)
+  if not k_major and cols <= elems:
+    elems = tma_stride_elems(dtype)
+  pad_rows = round_up(rows, 8) - rows if rows > 8 and not k_major else 0
+  pad_cols = round_up(cols, elems) - cols
+  zero = jnp.zeros((), x.dtype)
+  return lax.pad(x, zero, ((0, 0, 0), (0, pad_rows, 0), (0, pad_cols, 0)))
 
 
 def _round_to_tf32(x: jax.Array) -> jax.Array:
@@ -209,15 +210,13 @@ def prepare(
   lhs = pad_for_tma(lhs, problem.dtype, k_major=problem.lhs_layout == "k-major")
   rhs = pad_for_tma(rhs, problem.dtype, k_major=problem.rhs_layout == "k-major")
 
-  def flat(x: jax.Array) -> bool:
-    # The emulator gives each view of a union memory of its own, and has no
-    # rule about alignment: it always takes the tiled way.
-    return not emulated and not tileable(x.shape[1], x.shape[2], problem.dtype)
-
+  # The emulator gives each view of a union memory of its own, and has no rule
+  # about alignment: it always takes the tiled way.
+  flat = not emulated
   return Prepared(
       problem, lhs, rhs,
-      lhs_operand(problem, config.tile_m, config.tile_k, flat(lhs)),
-      rhs_operand(problem, config.tile_n, config.tile_k, flat(rhs)),
+      lhs_operand(problem, config.tile_m, config.tile_k, flat),
+      rhs_operand(problem, config.tile_n, config.tile_k, flat),
   )
 
 
@@ -317,12 +316,6 @@ def check_problem(problem: Problem) -> str | None:
   for name in ("batch", "m", "n", "k"):
     if not 1 <= getattr(problem, name) < 2**31:
       return f"{name}={getattr(problem, name)} must be in [1, 2**31)"
-  return None
-
-
-def check_accumulator(wg_tile_m: int, wg_tile_n: int) -> str | None:
-  if wg_tile_m * wg_tile_n // 128 > MAX_ACC_REGISTERS:
-    return f"an accumulator of {wg_tile_m}x{wg_tile_n} a warpgroup exceeds its registers"
   return None
 
 

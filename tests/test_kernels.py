@@ -29,6 +29,15 @@ def test_out_dtypes(kernel, out_dtype):
   check(kernel, problem, small_config(kernel))
 
 
+@pytest.mark.parametrize("promote", [1, 2, 5])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_promoted_sums(kernel, promote):
+  """Also where the last part of k is shorter, or the first is all of it."""
+  fields = dict(tile_m=64) if kernel in ("blocked", "pipelined") else {}
+  config = small_config(kernel, tile_n=64, promote=promote, **fields)
+  check(kernel, make_problem(130, 96, 64 * 5, out_dtype="float32"), config)
+
+
 @pytest.mark.parametrize("c_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_alpha_beta_c(kernel, c_dtype):
@@ -130,6 +139,8 @@ def test_tile_order_visits_every_tile_once(shape, width, minor):
         ("blocked", dict(tile_n=96), "tile_n=96"),
         ("blocked", dict(tile_k=32), "tile_k=32"),
         ("blocked", dict(tile_m=256, tile_n=256), "accumulator of 256x256"),
+        ("blocked", dict(promote=-1), "promote=-1"),
+        ("pipelined", dict(promote=4), "promoted sum of 128x128"),
         ("pipelined", dict(num_stages=1), "num_stages=1"),
         ("pipelined", dict(num_stages=8), "shared memory"),
         ("persistent", dict(tile_m=64), "tile_m=64"),
