@@ -28,8 +28,12 @@ def commit() -> str:
 
 
 def command(module: str) -> str:
-  """Returns the command line that runs `module` with this process's arguments."""
-  return shlex.join(["python", "-m", module, *sys.argv[1:]])
+  """Returns the command line that runs `module` with this process's arguments.
+
+  All but --output: a path of one machine says nothing on another.
+  """
+  arguments = [x for x in sys.argv[1:] if not x.startswith("--output=")]
+  return shlex.join(["python", "-m", module, *arguments])
 
 
 def date() -> str:
