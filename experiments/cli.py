@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import pathlib
 import sys
+from typing import Protocol
 
 from absl import app, flags, logging
 import jax
@@ -28,14 +29,20 @@ _SHAPES = flags.DEFINE_multi_string(
 _DTYPES = flags.DEFINE_list(
     "dtypes",
     None,
-    "Operand dtypes. A suite keeps only its problems with one of them; --shapes"
-    " run in each (default bfloat16).",
+    "Operand dtypes. A suite keeps only its problems with one of them, a random one"
+    " draws from them; --shapes run in each (default bfloat16).",
 )
 _LAYOUTS = flags.DEFINE_list(
     "layouts",
     None,
-    "Layouts (NN, NT, TN, TT). A suite keeps only its problems with one of them;"
-    " --shapes that name none run in each (default NN).",
+    "Layouts (NN, NT, TN, TT). A suite keeps only its problems with one of them, a"
+    " random one draws from them; --shapes that name none run in each (default NN).",
+)
+_CLASSES = flags.DEFINE_list(
+    "classes", None, "Classes of problems to keep; see experiments/suites.py."
+)
+_PART = flags.DEFINE_string(
+    "part", "1/1", "I/N: the I-th of N equal parts, for runs that must be short."
 )
 _DRAW = flags.DEFINE_integer("draw", 20, "Problems of --suite=random.", lower_bound=1)
 _TIMING = flags.DEFINE_boolean(
@@ -62,7 +69,11 @@ def member_check(allowed: Sequence[str]):
   return lambda values: values is None or set(values) <= set(allowed)
 
 
-for _flag, _allowed in ((_DTYPES, suites.DTYPES), (_LAYOUTS, suites.LAYOUTS)):
+for _flag, _allowed in (
+    (_DTYPES, suites.DTYPES),
+    (_LAYOUTS, suites.LAYOUTS),
+    (_CLASSES, suites.CLASSES),
+):
   flags.register_validator(
       _flag.name, member_check(_allowed), f"must be among {', '.join(_allowed)}"
   )
@@ -87,8 +98,13 @@ class Platform:
     return contextlib.nullcontext() if self.on_gpu else jaxgemm.emulate()
 
 
-def start(argv: Sequence[str]) -> Platform:
-  """Returns the platform; the first call of a program's main, with its arguments."""
+def start(
+    argv: Sequence[str], without_gpu: str = "the kernels run in emulation, none is timed"
+) -> Platform:
+  """Returns the platform; the first call of a program's main, with its arguments.
+
+  What happens without a GPU is printed, in the words of `without_gpu`.
+  """
   if len(argv) > 1:
     raise app.UsageError(f"unexpected arguments: {argv[1:]}")
   if flags.FLAGS.verbosity == logging.INFO:  # app.run's default.
@@ -97,10 +113,7 @@ def start(argv: Sequence[str]) -> Platform:
     return Platform(
         True, device_lib.current_device(), jax.devices()[0].device_kind
     )
-  print(
-      f"No GPU: the kernels run in emulation with the plans of an {EMULATED_DEVICE};"
-      " nothing is timed."
-  )
+  print(f"No GPU: with the plans of an {EMULATED_DEVICE}, {without_gpu}.")
   device = device_lib.known_device(EMULATED_DEVICE)
   return Platform(False, device, f"cpu (emulating {EMULATED_DEVICE})")
 
@@ -108,6 +121,9 @@ def start(argv: Sequence[str]) -> Platform:
 def cases(platform: Platform) -> tuple[str, list[suites.Case]]:
   """Returns the suite's name and the cases that the flags ask for."""
   suite, found = _selected("gpu" if platform.on_gpu else "cpu")
+  found = _part(suites.select(found, classes=_CLASSES.value))
+  if not found:
+    raise app.UsageError("no problem has these layouts, dtypes and classes")
   for case in found:
     if not platform.on_gpu and case.problem.flops > _EMULATED_FLOPS:
       raise app.UsageError(
@@ -115,6 +131,15 @@ def cases(platform: Platform) -> tuple[str, list[suites.Case]]:
           f" smaller --shapes (at most {_EMULATED_FLOPS:.1e} operations)"
       )
   return suite, found
+
+
+def _part(found: list[suites.Case]) -> list[suites.Case]:
+  """Returns the part that --part asks for: every N-th case from the I-th on."""
+  index, slash, count = _PART.value.partition("/")
+  if slash and index.isdecimal() and count.isdecimal():
+    if 1 <= int(index) <= int(count):
+      return found[int(index) - 1 :: int(count)]
+  raise app.UsageError(f"--part={_PART.value} is not I/N with 1 <= I <= N")
 
 
 def _selected(platform: str) -> tuple[str, list[suites.Case]]:
@@ -134,14 +159,17 @@ def _selected(platform: str) -> tuple[str, list[suites.Case]]:
     found = suites.demo_suite(platform == "gpu")
   elif _SUITE.value == "issue2":
     found = suites.issue2_suite()
+  elif _SUITE.value == "full":
+    found = suites.full_suite()
   else:
     found = suites.random_suite(
-        _DRAW.value, common_flags.SEED.value, _RANDOM_LARGEST[platform]
+        _DRAW.value,
+        common_flags.SEED.value,
+        _RANDOM_LARGEST[platform],
+        _LAYOUTS.value or suites.LAYOUTS,
+        _DTYPES.value or suites.DTYPES,
     )
-  found = suites.select(found, _LAYOUTS.value, _DTYPES.value)
-  if not found:
-    raise app.UsageError("no problem of the suite has these layouts and dtypes")
-  return _SUITE.value, found
+  return _SUITE.value, suites.select(found, _LAYOUTS.value, _DTYPES.value)
 
 
 def repeats(platform: Platform, default: int) -> int:
@@ -170,7 +198,15 @@ def output_path(default_name: str) -> pathlib.Path:
   return folder / (_NAME.value or default_name)
 
 
-def record[RowT: report.Row](
+class _Record(Protocol):
+  """A row of any file: named, and a line of JSON."""
+
+  name: str
+
+  def to_json(self) -> str: ...
+
+
+def record[RowT: _Record](
     rows_of_cases: Iterable[Sequence[RowT]], num_cases: int, path: pathlib.Path
 ) -> list[RowT]:
   """Returns all rows; shows a bar and writes the rows of each case as they come."""

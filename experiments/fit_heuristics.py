@@ -32,7 +32,8 @@ import numpy as np
 import tabulate
 
 from experiments import common_flags, products, progress
-from experiments.sweep import geometric_mean, xla_estimate_us
+from experiments.report import geometric_mean
+from experiments.sweep import xla_estimate_us
 from jaxgemm import heuristics
 from jaxgemm.device import Device, known_device
 from pallas_kernels import KERNELS

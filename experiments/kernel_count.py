@@ -4,7 +4,7 @@ The input is the optimised HLO text of a compiled function,
 `jax.jit(f).lower(...).compile().as_text()`. Each instruction that stands for a
 product counts once, however often a loop around it runs:
 
-- jaxgemm's: a custom call to mosaic_gpu whose line holds the name of one of our
+- jaxgemm's: a custom call to Mosaic or Triton whose line holds the name of one of our
   kernels, as each of them is called jaxgemm_<kernel>. The kernels that help one
   (jaxgemm_split_k_reduce) are no products and do not count.
 - XLA's: a custom call to cuBLAS, cuBLASLt or oneDNN, a fusion whose body holds a
@@ -28,6 +28,7 @@ _CALLS = re.compile(r"\bcalls=%?([\w.\-]+)")
 _FUSION_KIND = re.compile(r'"kind":\s*"([^"]+)"')
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _OWN_NAME = re.compile(r"jaxgemm_([a-z_]*[a-z])")
+_OWN_TARGETS = ("mosaic_gpu", "triton_kernel_call")
 _XLA_TARGETS = ("__cublas$", "__onednn$matmul")
 
 
@@ -81,7 +82,7 @@ def count_gemms(hlo_text: str) -> GemmCount:
       elif opcode == "custom-call" and (target := _TARGET.search(line)):
         if target.group(1).startswith(_XLA_TARGETS):
           xla[target.group(1)] += 1
-        elif target.group(1).startswith("mosaic_gpu") and (name := _own_name(line)):
+        elif target.group(1).startswith(_OWN_TARGETS) and (name := _own_name(line)):
           own[name] += 1
   return GemmCount(dict(own), dict(xla))
 
@@ -111,7 +112,7 @@ def _dots(
 
 
 def _own_name(line: str) -> str | None:
-  """Returns the jaxgemm kernel that a mosaic_gpu custom call runs, if any."""
+  """Returns the jaxgemm kernel that a custom call runs, if any."""
   return next(_kernel_names(line), None)
 
 

@@ -11,15 +11,20 @@ import jax.numpy as jnp
 
 from experiments.kernel_count import count_gemms
 import jaxgemm
+from jaxgemm.autotune.operands import Inputs as Inputs
+from jaxgemm.autotune.operands import make_inputs as make_inputs
+from jaxgemm.autotune.operands import operand_types
+from jaxgemm.autotune.operands import stored_shapes as stored_shapes
 from jaxgemm.device import Device
 from jaxgemm.plan import Plan, make_plan
 from pallas_kernels.problem import Config, Problem
 
 # "xla" is lax.dot_general itself, the baseline; "auto" lets jaxgemm choose.
-IMPLEMENTATIONS = ("xla", "auto", "blocked", "pipelined", "persistent", "split_k")
+IMPLEMENTATIONS = (
+    "xla", "auto", "blocked", "pipelined", "persistent", "split_k", "triton",
+)
 
 Product = Callable[[jax.Array, jax.Array], jax.Array]
-Inputs = tuple[jax.Array, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,31 +44,12 @@ class Candidate:
   product: Product | None
 
 
-def stored_shapes(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
-  """Returns the shapes of lhs and rhs as stored, without a batch of one."""
-  shapes = problem.lhs_shape, problem.rhs_shape
-  return shapes if problem.batch > 1 else tuple(shape[1:] for shape in shapes)
-
-
 def dimension_numbers(problem: Problem) -> lax.DotDimensionNumbers:
   """Returns what lax.dot_general must contract, given the stored operands."""
   batch = (0,) if problem.batch > 1 else ()
   lhs_k = len(batch) + (problem.lhs_layout == "k-major")
   rhs_k = len(batch) + (problem.rhs_layout == "k-major")
   return ((lhs_k,), (rhs_k,)), (batch, batch)
-
-
-def make_inputs(problem: Problem) -> Callable[[jax.Array], Inputs]:
-  """Returns a jitted function of a PRNG key: normal operands, made on the device."""
-  lhs_shape, rhs_shape = stored_shapes(problem)
-
-  @jax.jit
-  def inputs(key: jax.Array) -> Inputs:
-    lhs_key, rhs_key = jax.random.split(key)
-    lhs = jax.random.normal(lhs_key, lhs_shape, problem.dtype)
-    return lhs, jax.random.normal(rhs_key, rhs_shape, problem.dtype)
-
-  return inputs
 
 
 def describe(plan: Plan) -> str:
@@ -166,10 +152,7 @@ def compiled(candidate: Candidate, problem: Problem) -> Candidate:
   """
   if candidate.product is None:
     return candidate
-  arguments = [
-      jax.ShapeDtypeStruct(shape, problem.dtype) for shape in stored_shapes(problem)
-  ]
-  product = candidate.product.lower(*arguments).compile()
+  product = candidate.product.lower(*operand_types(problem)).compile()
   if candidate.kernel != "xla":
     gemms = count_gemms(product.as_text())
     if dict(gemms.jaxgemm) != {candidate.kernel: 1} or gemms.xla:

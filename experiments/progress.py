@@ -1,28 +1,3 @@
-"""Progress bars, for a terminal and for a log."""
+"""Progress bars, those of jaxgemm.autotune: see jaxgemm/autotune/progress.py."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable
-import sys
-from typing import Any
-
-from tqdm import tqdm
-
-_LOG_INTERVAL_S = 10.0
-
-
-def bar(iterable: Iterable[Any] | None = None, **options: Any) -> tqdm:
-  """Returns a tqdm bar: lively on a terminal, a line now and then in a log.
-
-  Set its postfix with `refresh=False`, or it is drawn whatever the interval.
-  """
-  terminal = sys.stderr.isatty()
-  interval_s = 0.1 if terminal else _LOG_INTERVAL_S
-  return tqdm(
-      iterable,
-      dynamic_ncols=terminal,
-      mininterval=interval_s,
-      maxinterval=_LOG_INTERVAL_S,
-      miniters=1,
-      **options,
-  )
+from jaxgemm.autotune.progress import bar as bar

@@ -8,6 +8,7 @@ import json
 import math
 import pathlib
 import statistics
+from typing import Self
 
 from matplotlib.figure import Figure
 import tabulate
@@ -83,6 +84,27 @@ class Row:
   def failed(self) -> bool:
     """Whether the gate rejected the result."""
     return self.plan.startswith("failed: ")
+
+  @property
+  def kernel(self) -> str | None:
+    """The kernel that ran, "xla" for XLA's own; None where no result passed."""
+    if self.failed or self.plan.startswith("n/a: "):
+      return None
+    return self.plan.partition(" ")[0]
+
+  @classmethod
+  def from_json(cls, line: str) -> Self:
+    """Returns the row that `to_json` wrote.
+
+    Raises:
+      ValueError: it is no JSON, or of another kind of row.
+    """
+    fields = json.loads(line)
+    if isinstance(fields, dict) and "class" in fields:
+      fields["klass"] = fields.pop("class")
+      if fields.keys() == {field.name for field in dataclasses.fields(cls)}:
+        return cls(**fields)
+    raise ValueError(f"not a {cls.__name__}: {line[:80]!r}")
 
   def to_json(self) -> str:
     """Returns the row as one line of JSON."""
@@ -165,6 +187,10 @@ def floor_us(problem: Problem, device: Device | None) -> float | None:
   return max(compute_us, memory_us)
 
 
+def geometric_mean(values: Sequence[float]) -> float:
+  return math.exp(sum(map(math.log, values)) / len(values))
+
+
 def table(rows: Iterable[Row]) -> str:
   """Returns the timed table: one line for each problem and implementation."""
   lines = [
@@ -174,12 +200,12 @@ def table(rows: Iterable[Row]) -> str:
           "k": row.k,
           "name": row.name,
           "implementation": row.implementation,
-          "latency (us)": _figure(row.time_us, ".1f", _status(row)),
-          "+-": _figure(row.spread_us, ".1f"),
-          "TFLOP/s": _figure(row.tflops, ".1f"),
-          "GB/s": _figure(row.gbps, ".0f"),
-          "x XLA": _figure(row.ratio_to_xla, ".3f"),
-          "of floor": _figure(row.floor_share, ".2f"),
+          "latency (us)": figure(row.time_us, ".1f", _status(row)),
+          "+-": figure(row.spread_us, ".1f"),
+          "TFLOP/s": figure(row.tflops, ".1f"),
+          "GB/s": figure(row.gbps, ".0f"),
+          "x XLA": figure(row.ratio_to_xla, ".3f"),
+          "of floor": figure(row.floor_share, ".2f"),
       }
       for row in rows
   ]
@@ -198,8 +224,8 @@ def check_table(rows: Iterable[Row]) -> str:
           "name": row.name,
           "implementation": row.implementation,
           "check": _status(row),
-          "error": _figure(row.error, ".1e"),
-          "XLA's": _figure(row.xla_error, ".1e"),
+          "error": figure(row.error, ".1e"),
+          "XLA's": figure(row.xla_error, ".1e"),
           "plan": row.plan,
       }
       for row in rows
@@ -267,7 +293,8 @@ def _status(row: Row) -> str:
   return "FAILED" if row.failed else "ok"
 
 
-def _figure(value: float | None, form: str, otherwise: str = "") -> str:
+def figure(value: float | None, form: str, otherwise: str = "") -> str:
+  """Returns `value` as `form` says, or `otherwise` where there is none."""
   return otherwise if value is None else format(value, form)
 
 

@@ -2,11 +2,13 @@ r"""Checks and times GEMMs: a table, JSONL and a chart.
 
 Every result passes the gate (experiments/gate.py) before anything is timed. On a
 GPU the kernels are timed (experiments/timing.py); on a CPU they run in emulation,
-with the plan that an H200 would get, and nothing is timed. The exit status is 1
-if any result failed.
+with the plan that an H200 would get, and nothing is timed. A summary by class
+(experiments/summary.py) follows the table. The exit status is 1 if any result failed.
 
   python -m experiments.run
-  python -m experiments.run --suite=issue2 --name=burst --output=results
+  python -m experiments.run --suite=full --implementations=auto --name=burst
+  python -m experiments.run --suite=full --implementations=auto --name=sustained \
+      --classes=large --sustained=60
   python -m experiments.run --suite=random --draw=200 --seed=1 --notiming
   python -m experiments.run --shapes=4096,4096,4096:NN+TN --shapes=8,300,20,40 \
       --dtypes=bfloat16,float32 --implementations=persistent,split_k
@@ -19,7 +21,7 @@ from collections.abc import Sequence
 from absl import app, flags
 import jax
 
-from experiments import cli, common_flags, products, report, runner
+from experiments import cli, common_flags, products, report, runner, summary
 from pallas_kernels.problem import Problem
 
 flags.adopt_module_key_flags(cli)
@@ -31,7 +33,8 @@ _IMPLEMENTATIONS = flags.DEFINE_list(
 _SUSTAINED = flags.DEFINE_float(
     "sustained",
     0.0,
-    "Seconds of load before each problem's timing: 0 measures bursts.",
+    "Seconds of load before the first problem's timing, after which the load goes on;"
+    " the largest problem comes first. 0 measures bursts.",
     lower_bound=0.0,
 )
 flags.register_validator(
@@ -45,6 +48,8 @@ _REPEATS = 20
 def main(argv: Sequence[str]) -> None:
   platform = cli.start(argv)
   suite, cases = cli.cases(platform)
+  if _SUSTAINED.value:  # The heaviest load first: later ones only keep it up.
+    cases.sort(key=lambda case: -case.problem.flops)
   implementations = ["xla", *(x for x in _IMPLEMENTATIONS.value if x != "xla")]
 
   def candidates(problem: Problem) -> list[products.Candidate]:
@@ -71,6 +76,10 @@ def main(argv: Sequence[str]) -> None:
 
   timed = any(row.time_us is not None for row in rows)
   print(report.table(rows) if timed else report.check_table(rows))
+  if timed and summary.chosen(rows):
+    print(summary.text({suite: rows}))
+  spent = ", ".join(f"{what} {s:.0f} s" for what, s in rows_of.seconds.items())
+  print(f"spent: {spent}")
   print(f"rows: {jsonl}")
   if timed:
     report.chart(rows, png, f"{path.name}: {platform.name}, JAX {jax.__version__}")

@@ -1,12 +1,20 @@
-"""From cases to rows: compile, check, then time."""
+"""From cases to rows: compile, check, then time.
+
+A run that measures sustained speed loads the chip before the first case for as long
+as it is told. Each later case is itself the load for as long as the chip has rested
+since the case before it (to be checked, or compiled, where a new chunk begins), at
+least TOP_UP_S, so that the clocks stay down.
+"""
 
 from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Iterable, Iterator, Sequence
 import concurrent.futures
+import contextlib
 import dataclasses
 import os
+import time
 import zlib
 
 from absl import logging
@@ -28,6 +36,7 @@ from pallas_kernels.problem import Problem
 _CHUNK = 192  # About so many programs are compiled before the first is timed.
 _MAX_THREADS = 16
 _UNKNOWN_L2_BYTES = 64 << 20
+TOP_UP_S = 3.0
 # What a kernel that is wrong raises as it is traced, compiled or run; JAX's own
 # errors are RuntimeErrors. Such a kernel fails, and the run goes on.
 _KERNEL_ERRORS = (
@@ -61,8 +70,9 @@ class Runner:
     on_gpu: whether to compile ahead of time; in emulation nothing is.
     seed: seed of the inputs.
     repeats: timed calls of each candidate; 0 times nothing.
-    burn_in_s: seconds of load before each case is timed.
+    burn_in_s: seconds of load before the first case is timed; 0 measures bursts.
     provenance: what all rows share.
+    seconds: where the time went: "compile", "check" and "time".
   """
 
   candidates: Callable[[Problem], Sequence[Candidate]]
@@ -72,21 +82,44 @@ class Runner:
   repeats: int
   burn_in_s: float
   provenance: report.Provenance
+  seconds: collections.Counter[str] = dataclasses.field(
+      default_factory=collections.Counter, compare=False
+  )
 
   def rows(self, cases: Sequence[Case]) -> Iterator[list[report.Row]]:
     """Yields the rows of one case after the other, in its candidates' order."""
     if not self.on_gpu:
-      yield from map(self._run, map(self._prepare, cases))
+      for case in cases:
+        yield self._run(self._prepare(case), None)
       return
+    busy_until = None
     remaining = collections.deque(cases)
     while remaining:
       chunk, programs = [], 0
       while remaining and programs < _CHUNK:
         chunk.append(remaining.popleft())
         programs += len(self.candidates(chunk[-1].problem))
-      prepared = collections.deque(self._compile(chunk))
+      with self._spent("compile"):
+        prepared = collections.deque(self._compile(chunk))
       while prepared:  # What has run is let go, with its programs and arrays.
-        yield self._run(prepared.popleft())
+        rows = self._run(prepared.popleft(), busy_until)
+        busy_until = time.monotonic()
+        yield rows
+
+  @contextlib.contextmanager
+  def _spent(self, phase: str) -> Iterator[None]:
+    start = time.monotonic()
+    try:
+      yield
+    finally:
+      self.seconds[phase] += time.monotonic() - start
+
+  def _load_s(self, busy_until: float | None) -> float:
+    """Returns how long to load the chip that was busy until then; None: never."""
+    if not self.burn_in_s or busy_until is None:
+      return self.burn_in_s
+    rested_s = time.monotonic() - busy_until
+    return min(self.burn_in_s, max(TOP_UP_S, rested_s))
 
   def _prepare(self, case: Case) -> _Prepared:
     # The seed depends on the problem, not on its place in the suite.
@@ -118,15 +151,19 @@ class Runner:
         candidates[i] = job.result()
     return prepared
 
-  def _run(self, one: _Prepared) -> list[report.Row]:
-    """Returns the rows of one case: the gate first, then the times."""
+  def _run(self, one: _Prepared, busy_until: float | None) -> list[report.Row]:
+    """Returns the rows of one case: the gate first, then the times.
+
+    The case before it was timed until `busy_until`, on time.monotonic's clock.
+    """
     key = jax.random.key(one.seed)
-    inputs = one.inputs(key)
-    # The baseline is the first; a product and its verdict go by their place.
-    verdicts = [
-        _verdict(one, i, inputs) if candidate.product is not None else None
-        for i, candidate in enumerate(one.candidates)
-    ]
+    with self._spent("check"):
+      inputs = one.inputs(key)
+      # The baseline is the first; a product and its verdict go by their place.
+      verdicts = [
+          _verdict(one, i, inputs) if candidate.product is not None else None
+          for i, candidate in enumerate(one.candidates)
+      ]
     baseline = verdicts[0]
     assert one.candidates[0].implementation == "xla" and baseline is not None
     passed = {
@@ -146,9 +183,10 @@ class Runner:
           one.inputs(jax.random.fold_in(key, i)) for i in range(1, num_sets)
       ]
       try:
-        times_us = timing.interleaved(
-            passed, input_sets, self.repeats, burn_in_s=self.burn_in_s
-        )
+        with self._spent("time"):
+          times_us = timing.interleaved(
+              passed, input_sets, self.repeats, burn_in_s=self._load_s(busy_until)
+          )
       except RuntimeError as error:
         logging.exception("timing of %s", one.case.name)
         for i in passed:

@@ -10,16 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 import dataclasses
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
+from experiments import model_shapes
 from pallas_kernels.problem import ALGORITHM_OF_DTYPE, Problem
 
 Class = Literal["large", "medium", "skinny", "deep", "odd", "batched", "small"]
+CLASSES: tuple[Class, ...] = get_args(Class)
 LAYOUTS = ("NN", "NT", "TN", "TT")
 DTYPES = ("bfloat16", "float16", "float32")
-SUITES = ("demo", "issue2", "random")
+SUITES = ("demo", "issue2", "full", "random")
+
+# What is not small: it takes some 10 us, of which its launch is a small part.
+_LARGE_FLOPS = 8e9
+_LARGE_BYTES = 32e6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,23 +40,33 @@ class Case:
 def classify(problem: Problem) -> Class:
   """Returns the class of `problem`: the first of these that applies.
 
-  batched: more than one product. odd: a size that is no multiple of 8, so that
-  a row of an operand or of the result may break TMA's 16-byte rule. deep: k at
-  least 8 times m and n. skinny: m or n at most 128 and a quarter of the other.
-  The others go by operations: large from 64 GFLOP on, small below 4 GFLOP.
+  batched: more than one product.
+  odd: a row of an operand or of the result is no multiple of 8 elements, which
+    breaks TMA's rule of 16 bytes (in float32, may break it), or a size above 8 is no
+    multiple of 8. One, two or four tokens alone make nothing odd.
+  small: no size above 1024.
+  deep: k at least 10 times m and n, and too few elements of the result, at most
+    2^21, to give each SM a tile of 128 x 128.
+  skinny: m or n below 128.
+  medium: m or n at most 512.
+  large: from 8 GFLOP or 32 MB on; what is less, about 1600^3, is small.
   """
   m, n, k = problem.m, problem.n, problem.k
   if problem.batch > 1:
     return "batched"
-  if any(size % 8 for size in (m, n, k)):
+  rows = (problem.lhs_shape[-1], problem.rhs_shape[-1], n)
+  if any(size % 8 for size in (*rows, *(size for size in (m, n, k) if size > 8))):
     return "odd"
-  if k >= 8 * max(m, n):
+  if max(m, n, k) <= 1024:
+    return "small"
+  if k >= 10 * max(m, n) and m * n <= 1 << 21:
     return "deep"
-  if min(m, n) <= 128 and 4 * min(m, n) <= max(m, n):
+  if min(m, n) < 128:
     return "skinny"
-  if problem.flops >= 64e9:
-    return "large"
-  return "small" if problem.flops < 4e9 else "medium"
+  if min(m, n) <= 512:
+    return "medium"
+  large = problem.flops >= _LARGE_FLOPS or problem.num_bytes >= _LARGE_BYTES
+  return "large" if large else "small"
 
 
 def make_case(
@@ -60,8 +76,12 @@ def make_case(
     layouts: str = "NN",
     dtype: str = "bfloat16",
     batch: int = 1,
+    name: str | None = None,
 ) -> Case:
-  """Returns the case of one product whose result has the operands' dtype."""
+  """Returns the case of one product whose result has the operands' dtype.
+
+  Its name is `name`, or tells the sizes, the layouts and the dtype.
+  """
   problem = Problem(
       m=m,
       n=n,
@@ -73,8 +93,10 @@ def make_case(
       out_dtype=dtype,
       algorithm=ALGORITHM_OF_DTYPE[dtype],
   )
-  sizes = f"{batch}x{m}x{n}x{k}" if batch > 1 else f"{m}x{n}x{k}"
-  return Case(f"{sizes} {layouts} {dtype}", classify(problem), problem)
+  if name is None:
+    sizes = f"{batch}x{m}x{n}x{k}" if batch > 1 else f"{m}x{n}x{k}"
+    name = f"{sizes} {layouts} {dtype}"
+  return Case(name, classify(problem), problem)
 
 
 def demo_suite(on_gpu: bool) -> list[Case]:
@@ -118,7 +140,80 @@ def issue2_suite() -> list[Case]:
   ]
 
 
-def random_suite(count: int, seed: int, largest: int) -> list[Case]:
+# Beside the models: (m, n, k, layouts), bfloat16 unless a dtype follows.
+_DEEP = (
+    (256, 256, 65536, "NN"),
+    (256, 256, 262144, "TN"),
+    (768, 16, 400000, "NN"),
+    (768, 768, 65536, "TN"),
+    (1024, 1024, 14336, "NN"),
+    (128, 128, 131072, "NT"),
+    (64, 64, 100000, "TN", "float16"),
+    (512, 2048, 32768, "TN"),
+)
+_SMALL_K = (
+    (4096, 4096, 64, "NN"),
+    (8192, 8192, 32, "NT"),
+    (16384, 1024, 64, "TN"),
+)
+_ODD = (
+    (4097, 4096, 4096, "NN"),
+    (4096, 4097, 4096, "NN"),
+    (4096, 4096, 4097, "NN"),
+    (4095, 4096, 4096, "TN"),
+    (512, 4096, 4095, "NT"),
+    (1001, 1003, 1005, "NN", "float16"),
+    (257, 4097, 1025, "TN"),
+    (129, 8191, 2047, "NT"),
+    (2047, 2049, 511, "TT"),
+    (1, 4097, 4097, "NN"),
+    (333, 777, 22223, "TN"),
+)
+_SMALL = (
+    (1, 128, 128, "NN"),
+    (8, 256, 512, "NT"),
+    (16, 512, 512, "NN"),
+    (64, 64, 64, "TN"),
+    (128, 128, 128, "NN", "float16"),
+    (256, 256, 256, "NT"),
+    (512, 512, 512, "TN"),
+    (96, 960, 480, "TT"),
+    (1000, 1000, 1000, "NN"),
+    (1024, 1024, 1024, "NN", "float16"),
+)
+_EQUAL_BATCHES = (
+    (512, 2048, 1024, "NN", "bfloat16", 128),
+    (1024, 1024, 1024, "NT", "bfloat16", 16),
+    (256, 256, 256, "NN", "float16", 64),
+    (2048, 2048, 2048, "TN", "bfloat16", 8),
+)
+
+
+def full_suite() -> list[Case]:
+  """Returns what jaxgemm's speed is judged by: models' products and hard shapes.
+
+  The products of seven models, forward and backward (experiments/model_shapes.py),
+  go by MODEL.LAYER.tTOKENS.DIRECTION; large k, small k, odd sizes, tiny products and
+  batches of equal ones by their sizes.
+  """
+  cases = [
+      make_case(
+          shape.m, shape.n, shape.k, shape.layouts, shape.dtype, shape.batch, shape.name
+      )
+      for shape in model_shapes.shapes()
+  ]
+  for shapes in (_DEEP, _SMALL_K, _ODD, _SMALL, _EQUAL_BATCHES):
+    cases += [make_case(*shape) for shape in shapes]
+  return cases
+
+
+def random_suite(
+    count: int,
+    seed: int,
+    largest: int,
+    layouts: Sequence[str] = LAYOUTS,
+    dtypes: Sequence[str] = DTYPES,
+) -> list[Case]:
   """Returns `count` random problems, the same ones for the same arguments.
 
   Sizes are log-uniform from 16 to `largest`. Every third problem has at least
@@ -129,6 +224,7 @@ def random_suite(count: int, seed: int, largest: int) -> list[Case]:
     count: number of problems.
     seed: seed of the draw.
     largest: upper bound of m, n and k.
+    layouts, dtypes: what to draw from.
   """
   rng = np.random.default_rng(seed)
   cases = []
@@ -141,8 +237,8 @@ def random_suite(count: int, seed: int, largest: int) -> list[Case]:
       sizes = sizes - odd * rng.choice([1, 3, 5, 7], size=3)
     batch = int(rng.integers(2, 9)) if rng.random() < 1 / 8 else 1
     m, n, k = (int(size) for size in sizes)
-    layouts, dtype = str(rng.choice(LAYOUTS)), str(rng.choice(DTYPES))
-    cases.append(make_case(m, n, k, layouts, dtype, batch))
+    layout, dtype = str(rng.choice(layouts)), str(rng.choice(dtypes))
+    cases.append(make_case(m, n, k, layout, dtype, batch))
   return cases
 
 
@@ -186,13 +282,15 @@ def parse_shape(
 
 def select(
     cases: Iterable[Case],
-    layouts: Sequence[str] | None,
-    dtypes: Sequence[str] | None,
+    layouts: Sequence[str] | None = None,
+    dtypes: Sequence[str] | None = None,
+    classes: Sequence[str] | None = None,
 ) -> list[Case]:
-  """Returns the cases with one of the layouts and dtypes; None means any."""
+  """Returns the cases with one of the layouts, dtypes and classes; None means any."""
   return [
       case
       for case in cases
       if (not layouts or case.problem.layouts in layouts)
       and (not dtypes or case.problem.dtype in dtypes)
+      and (not classes or case.klass in classes)
   ]

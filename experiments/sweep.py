@@ -4,10 +4,12 @@ Each problem runs under every kernel and config that
 jaxgemm.heuristics.candidates lists for it, and under XLA. All of them pass the
 gate (experiments/gate.py) and are timed in turn on the same inputs
 (experiments/timing.py). The table sets the candidate that the heuristics choose,
-the one of the shortest estimate, against the fastest. The exit status is 1 if any
-result failed. A CPU only checks, in emulation.
+the one of the shortest estimate whatever a measured table says, against the fastest
+and against XLA. The exit status is 1 if any result failed. A CPU only checks, in
+emulation.
 
-  python -m experiments.sweep --suite=random --draw=50 --seed=1 --name=random
+  python -m experiments.sweep --suite=random --draw=80 --seed=1 \
+      --dtypes=bfloat16,float16 --part=1/4 --name=random-1
   python -m experiments.sweep --shapes=1,4096,4096:NN+NT --repeats=3
 
 NAME.jsonl has the rows of experiments/run.py with `config`, the fields of the
@@ -20,7 +22,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 import dataclasses
 import itertools
-import math
 from typing import Any
 
 from absl import app, flags
@@ -98,50 +99,92 @@ def _all_rows(
     yield sweep_rows(case.problem, device, rows)
 
 
-def geometric_mean(values: Sequence[float]) -> float:
-  return math.exp(sum(map(math.log, values)) / len(values))
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+  """What a sweep says of one problem.
 
-
-def table(rows: Iterable[SweepRow]) -> str:
-  """Returns a line for each problem: the best candidate and the heuristics' choice.
-
-  The regret is the choice's time over the best one's. Where the choice has no
-  time, as it failed, neither has it a regret.
+  Attributes:
+    xla: XLA's row.
+    choice: the candidate that the heuristics choose, by estimate alone.
+    best: the fastest candidate of all; None if none has a time.
   """
-  lines, regrets = [], []
-  for name, group in itertools.groupby(rows, key=lambda row: row.name):
+
+  xla: SweepRow
+  choice: SweepRow
+  best: SweepRow | None
+
+  @property
+  def regret(self) -> float | None:
+    """The choice's time over the best one's; None if the choice failed."""
+    return _ratio(self.choice, self.best)
+
+  @property
+  def ratio_to_xla(self) -> float | None:
+    """XLA's time over the choice's."""
+    return _ratio(self.xla, self.choice)
+
+
+def outcomes(rows: Iterable[SweepRow]) -> list[Outcome]:
+  """Returns the outcomes of the problems that leave the heuristics a choice."""
+  found = []
+  for _, group in itertools.groupby(rows, key=lambda row: row.name):
     xla, *_ = group = list(group)
     listed = [row for row in group if row.estimate_us is not None]
     choice = min(listed, key=lambda row: row.estimate_us, default=None)
-    if choice is None:
-      continue  # No kernel serves this problem.
-    timed = [row for row in listed if row.time_us is not None]
-    best = min(timed, key=lambda row: row.time_us, default=None)
-    regret = None
-    if best is not None and choice.time_us is not None:
-      regret = choice.time_us / best.time_us
-      regrets.append(regret)
+    if choice is not None:
+      timed = [row for row in listed if row.time_us is not None]
+      best = min(timed, key=lambda row: row.time_us, default=None)
+      found.append(Outcome(xla, choice, best))
+  return found
+
+
+def table(rows: Iterable[SweepRow]) -> str:
+  """Returns a line for each problem: the best candidate and the heuristics' choice."""
+  lines = []
+  for one in outcomes(rows):
     lines.append({
-        "problem": name,
-        "XLA (us)": _figure(xla.time_us, ".1f"),
-        "best": "" if best is None else _described(best),
-        "(us)": "" if best is None else _figure(best.time_us, ".1f"),
-        "choice": _described(choice),
-        "its us": "FAILED" if choice.failed else _figure(choice.time_us, ".1f"),
-        "regret": _figure(regret, ".3f"),
+        "problem": one.xla.name,
+        "XLA (us)": report.figure(one.xla.time_us, ".1f"),
+        "best": "" if one.best is None else _described(one.best),
+        "(us)": "" if one.best is None else report.figure(one.best.time_us, ".1f"),
+        "choice": _described(one.choice),
+        "its us": report.figure(
+            one.choice.time_us, ".1f", "FAILED" if one.choice.failed else ""
+        ),
+        "regret": report.figure(one.regret, ".3f"),
+        "x XLA": report.figure(one.ratio_to_xla, ".3f"),
     })
-  text = tabulate.tabulate(
+  return tabulate.tabulate(
       lines,
       headers="keys",
-      colalign=("left", "right", "left", "right", "left", "right", "right"),
+      colalign=("left", "right", "left", "right", "left", "right", "right", "right"),
       disable_numparse=True,
   )
-  if regrets:
-    text += (
-        f"\nregret: {geometric_mean(regrets):.3f} (geometric mean of {len(regrets)}),"
-        f" {max(regrets):.3f} at worst"
-    )
-  return text
+
+
+def summary(rows: Iterable[SweepRow]) -> str:
+  """Returns how good the choices are: against the best candidates, against XLA."""
+  found = outcomes(rows)
+  lines = []
+  for what, speeds in (
+      ("the best candidate", [(_ratio(x.best, x.choice), x.xla.name) for x in found]),
+      ("XLA", [(x.ratio_to_xla, x.xla.name) for x in found]),
+  ):
+    known = [(speed, name) for speed, name in speeds if speed is not None]
+    if known:
+      mean = report.geometric_mean([speed for speed, _ in known])
+      worst, name = min(known)
+      lines.append(
+          f"the heuristics' choice has {mean:.3f} times the speed of {what} (geometric"
+          f" mean of {len(known)}), {worst:.3f} at worst ({name})"
+      )
+  return "\n".join(lines)
+
+
+def _ratio(one: SweepRow | None, other: SweepRow | None) -> float | None:
+  if one is None or other is None or one.time_us is None or other.time_us is None:
+    return None
+  return one.time_us / other.time_us
 
 
 def _described(row: SweepRow) -> str:
@@ -149,10 +192,6 @@ def _described(row: SweepRow) -> str:
     return row.implementation
   config = KERNELS[row.implementation].Config(**row.config)
   return products.describe_config(row.implementation, config, brief=True)
-
-
-def _figure(value: float | None, form: str) -> str:
-  return "" if value is None else format(value, form)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -177,7 +216,7 @@ def main(argv: Sequence[str]) -> None:
   with platform.context():
     rows = cli.record(_all_rows(rows_of, cases, device), len(cases), jsonl)
   timed = any(row.time_us is not None for row in rows)
-  print(table(rows) if timed else report.check_table(rows))
+  print(f"{table(rows)}\n{summary(rows)}" if timed else report.check_table(rows))
   print(f"rows: {jsonl}")
   cli.exit_if_failed(rows)
 

@@ -1,28 +1,33 @@
-"""Trains a small language model with XLA's products, jaxgemm's, or both in turn.
+r"""Trains a small language model with XLA's products, jaxgemm's, or both in turn.
 
 The model (experiments/transformer.py) learns the source text of Python's standard
 library byte by byte. Both implementations start from the same parameters and see
 the same batches, so that their losses must agree; which kernels ran is counted in
-the compiled step. The exit status is 1 if a loss is not finite, if the final losses
+the compiled step. They take turns every few steps; the time of a step is the median
+over these blocks, and on a GPU the time of its kernels alone is taken by CUPTI at the
+end. The exit status is 1 if a loss is not finite, if the final losses
 differ by more than 1%, or if jaxgemm ran none of its kernels on a GPU that they
 support. The figures go to train_lm.json, the loss curves to train_lm.png.
 
   python -m experiments.train_lm --steps=20
-  python -m experiments.train_lm --implementation=jaxgemm --vocabulary=50257
+  python -m experiments.train_lm --vocabulary=50257 --steps=200
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
+import itertools
 import json
 import math
 import pathlib
+import statistics
 import sys
 import time
 
 from absl import app, flags, logging
 import jax
+from jax.experimental.mosaic.gpu import profiler
 from matplotlib.figure import Figure
 import numpy as np
 import optax
@@ -89,7 +94,9 @@ DOT_GENERALS: dict[str, transformer.DotGeneral] = {
 }
 MAX_DIFFERENCE = 0.01
 _FINAL_STEPS = 10  # A single step's loss depends on its batch more than on the run.
-_UNTIMED_STEPS = 2
+_BLOCK_STEPS = 10
+_KERNEL_ROUNDS = 3
+_KERNEL_STEPS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,14 +106,18 @@ class Run:
   Attributes:
     implementation: a key of DOT_GENERALS.
     losses: one for each step, in nats a token.
-    tokens_per_second: after the first steps, compilation not included; None if
-      the run was too short to tell.
+    step_ms: wall time of a step, compilation not included: the median over the blocks
+      of steps; None if the run was too short to tell.
+    kernel_ms: time of all kernels of a step; None where it was not taken.
+    tokens_per_second: as `step_ms` has it.
     compile_s: seconds to trace, lower and compile the step.
     gemms: the GEMM kernels in the compiled step.
   """
 
   implementation: str
   losses: list[float]
+  step_ms: float | None
+  kernel_ms: float | None
   tokens_per_second: float | None
   compile_s: float
   gemms: GemmCount
@@ -127,73 +138,151 @@ class Training:
   seed: int
 
 
+class Trainee:
+  """One implementation's compiled step, parameters and batches, and what it has done.
+
+  Attributes:
+    losses: of the steps so far.
+    block_step_s: seconds a step, one figure for each block.
+  """
+
+  def __init__(
+      self,
+      implementation: str,
+      config: transformer.Config,
+      training: Training,
+      text: np.ndarray,
+  ):
+    dot_general = DOT_GENERALS[implementation]
+    optimizer = optax.adam(
+        optax.linear_schedule(
+            0.0, training.learning_rate, max(1, training.steps // 10)
+        )
+    )
+
+    def update(state, tokens):
+      params, optimizer_state = state
+      loss, gradients = jax.value_and_grad(transformer.loss)(
+          params, tokens, config, dot_general
+      )
+      updates, optimizer_state = optimizer.update(gradients, optimizer_state)
+      return (optax.apply_updates(params, updates), optimizer_state), loss
+
+    params = transformer.init(config, jax.random.key(training.seed))
+    self._state = (params, optimizer.init(params))
+    self._batches = corpus.batches(
+        text,
+        steps=training.steps,
+        batch=training.batch,
+        sequence=config.sequence,
+        seed=training.seed,
+    )
+    tokens = jax.ShapeDtypeStruct((training.batch, config.sequence + 1), np.int32)
+    start = time.perf_counter()
+    step = jax.jit(update, donate_argnums=0).lower(self._state, tokens).compile()
+    self._compile_s = time.perf_counter() - start
+    self._step = step
+    self._implementation = implementation
+    self._tokens_per_step = training.batch * config.sequence
+    self._kernel_ms: list[float] = []
+    self.losses: list[jax.Array] = []
+    self.block_step_s: list[float] = []
+
+  def train(self, steps: int) -> None:
+    """Trains for some steps, a block, of which the device has the next one ready."""
+    start = time.perf_counter()
+    for tokens in itertools.islice(self._batches, steps):
+      self._state, loss = self._step(self._state, tokens)
+      self.losses.append(loss)
+    jax.block_until_ready(self._state)
+    self.block_step_s.append((time.perf_counter() - start) / steps)
+
+  def time_kernels(self, tokens: np.ndarray) -> None:
+    """Takes the time of all kernels of a step, by CUPTI; trains on `tokens` meanwhile.
+
+    Raises:
+      RuntimeError: no kernel was seen.
+    """
+
+    def steps() -> object:
+      for _ in range(_KERNEL_STEPS):
+        self._state, _ = self._step(self._state, tokens)
+      return self._state  # What is waited for: the loss comes before the update.
+
+    _, kernels_ms = profiler.Cupti().measure(_AsItIs(steps))()
+    if kernels_ms is None:
+      raise RuntimeError("CUPTI saw no kernel: nothing to time")
+    self._kernel_ms.append(kernels_ms / _KERNEL_STEPS)
+
+  def run(self) -> Run:
+    """Returns what came of it; the first block, which warms up, gives no time."""
+    timed = self.block_step_s[1:]
+    step_s = statistics.median(timed) if timed else None
+    return Run(
+        self._implementation,
+        [float(loss) for loss in self.losses],
+        None if step_s is None else 1e3 * step_s,
+        statistics.median(self._kernel_ms) if self._kernel_ms else None,
+        None if step_s is None else self._tokens_per_step / step_s,
+        self._compile_s,
+        count_gemms(self._step.as_text()),
+    )
+
+
+class _AsItIs(jax.stages.Wrapped):
+  """A function that `Cupti.measure` calls, where it would jit a plain one."""
+
+  def __init__(self, function: Callable[[], object]):
+    self._function = function
+
+  def __call__(self) -> object:
+    return self._function()
+
+
 def train(
-    implementation: str,
+    implementations: Sequence[str],
     config: transformer.Config,
     training: Training,
     text: np.ndarray,
-) -> Run:
-  """Trains from scratch and returns what came of it.
+    *,
+    time_kernels: bool,
+) -> list[Run]:
+  """Trains each implementation from scratch and returns what came of them.
+
+  They take turns, a block of steps each, so that the clocks of the device and the
+  load of the host meet them alike.
 
   Args:
-    implementation: a key of DOT_GENERALS.
+    implementations: keys of DOT_GENERALS.
     config: sizes of the model.
     training: how long, on what batches, and from which seed.
     text: [length] uint8.
+    time_kernels: whether to take the kernels' times too, after the last step.
   """
-  dot_general = DOT_GENERALS[implementation]
-  optimizer = optax.adam(
-      optax.linear_schedule(
-          0.0, training.learning_rate, max(1, training.steps // 10)
-      )
-  )
-
-  def update(state, tokens):
-    params, optimizer_state = state
-    loss, gradients = jax.value_and_grad(transformer.loss)(
-        params, tokens, config, dot_general
+  trainees = [Trainee(name, config, training, text) for name in implementations]
+  block = min(_BLOCK_STEPS, max(1, training.steps // 4))
+  with progress.bar(total=training.steps, desc="train", unit="step") as shown:
+    for done in range(0, training.steps, block):
+      steps = min(block, training.steps - done)
+      for trainee in trainees:
+        trainee.train(steps)
+      losses = ", ".join(f"{float(trainee.losses[-1]):.3f}" for trainee in trainees)
+      shown.set_postfix_str(f"loss {losses}", refresh=False)
+      shown.update(steps)
+  if time_kernels:
+    (tokens,) = corpus.batches(
+        text, steps=1, batch=training.batch, sequence=config.sequence, seed=training.seed
     )
-    updates, optimizer_state = optimizer.update(gradients, optimizer_state)
-    return (optax.apply_updates(params, updates), optimizer_state), loss
+    for _ in range(_KERNEL_ROUNDS):
+      for trainee in trainees:
+        trainee.time_kernels(tokens)
+  return [trainee.run() for trainee in trainees]
 
-  params = transformer.init(config, jax.random.key(training.seed))
-  state = (params, optimizer.init(params))
-  batches = corpus.batches(
-      text,
-      steps=training.steps,
-      batch=training.batch,
-      sequence=config.sequence,
-      seed=training.seed,
-  )
-  tokens = jax.ShapeDtypeStruct((training.batch, config.sequence + 1), np.int32)
-  start = time.perf_counter()
-  step = jax.jit(update, donate_argnums=0).lower(state, tokens).compile()
-  compile_s = time.perf_counter() - start
 
-  losses: list[jax.Array] = []
-  shown = progress.bar(
-      batches, total=training.steps, desc=implementation, unit="step"
-  )
-  for i, tokens in enumerate(shown):
-    if i == _UNTIMED_STEPS:
-      jax.block_until_ready(state)
-      start = time.perf_counter()
-    state, loss = step(state, tokens)
-    losses.append(loss)
-    if i:  # One step behind, so that the device always has the next one.
-      shown.set_postfix_str(f"loss {float(losses[-2]):.3f}", refresh=False)
-  jax.block_until_ready(state)
-  seconds = time.perf_counter() - start
-  timed_tokens = (
-      (training.steps - _UNTIMED_STEPS) * training.batch * config.sequence
-  )
-  return Run(
-      implementation,
-      [float(loss) for loss in losses],
-      timed_tokens / seconds if timed_tokens > 0 else None,
-      compile_s,
-      count_gemms(step.as_text()),
-  )
+def ratio(runs: Sequence[Run], field: str) -> float | None:
+  """Returns the first run's time over the last one's; None where one has none."""
+  first, last = (getattr(run, field) for run in (runs[0], runs[-1]))
+  return first / last if len(runs) > 1 and first and last else None
 
 
 def relative_difference(runs: Sequence[Run]) -> float | None:
@@ -241,6 +330,13 @@ def _json(value: float | None) -> float | None:
   return value if value is not None and math.isfinite(value) else None
 
 
+def _times(run: Run) -> str:
+  if run.step_ms is None:
+    return "too short to time"
+  kernels = "" if run.kernel_ms is None else f", kernels {run.kernel_ms:.2f} ms"
+  return f"{run.step_ms:.2f} ms a step{kernels}, {run.tokens_per_second:,.0f} tokens/s"
+
+
 def main(argv: Sequence[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f"unexpected arguments: {argv[1:]}")
@@ -280,7 +376,7 @@ def main(argv: Sequence[str]) -> None:
     )
 
   text = corpus.load()
-  runs = [train(name, config, training, text) for name in implementations]
+  runs = train(implementations, config, training, text, time_kernels=on_gpu)
   difference = relative_difference(runs)
 
   output = pathlib.Path(common_flags.OUTPUT.value)
@@ -296,6 +392,8 @@ def main(argv: Sequence[str]) -> None:
               "implementation": run.implementation,
               "losses": list(map(_json, run.losses)),
               "final_loss": _json(run.final_loss),
+              "step_ms": _json(run.step_ms),
+              "kernel_ms": _json(run.kernel_ms),
               "tokens_per_second": _json(run.tokens_per_second),
               "compile_s": run.compile_s,
               "jaxgemm_gemms": run.gemms.jaxgemm,
@@ -304,6 +402,8 @@ def main(argv: Sequence[str]) -> None:
           for run in runs
       ],
       "final_loss_difference": None if difference is None else _json(difference),
+      "step_time_ratio": ratio(runs, "step_ms"),
+      "kernel_time_ratio": ratio(runs, "kernel_ms"),
       "device": device,
       "jax": jax.__version__,
       "commit": provenance.commit(),
@@ -314,12 +414,14 @@ def main(argv: Sequence[str]) -> None:
   path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
 
   for run in runs:
-    speed = run.tokens_per_second
     print(
         f"{run.implementation}: loss {run.losses[0]:.4f} -> {run.final_loss:.4f},"
-        f" {'too short to time' if speed is None else f'{speed:,.0f} tokens/s'},"
-        f" compiled in {run.compile_s:.1f} s\n  GEMM kernels in the step: {run.gemms}"
+        f" {_times(run)}, compiled in {run.compile_s:.1f} s\n"
+        f"  GEMM kernels in the step: {run.gemms}"
     )
+  for what, field in (("a step", "step_ms"), ("its kernels", "kernel_ms")):
+    if (value := ratio(runs, field)) is not None:
+      print(f"XLA's time over jaxgemm's, {what}: {value:.3f}")
   if difference is not None:
     print(f"final losses differ by {difference:.3%} (at most {MAX_DIFFERENCE:.0%})")
   print(f"{path}, {path.with_suffix('.png')}")

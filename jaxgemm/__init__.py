@@ -5,8 +5,10 @@ from jaxgemm.api import dot_general as dot_general
 from jaxgemm.api import explain as explain
 from jaxgemm.api import gemm as gemm
 from jaxgemm.api import matmul as matmul
+from jaxgemm.autotune import autotune as autotune
 from jaxgemm.contexts import emulate as emulate
 from jaxgemm.contexts import target as target
 from jaxgemm.plan import Plan as Plan
+from jaxgemm.user_table import TableWarning as TableWarning
 
 __version__ = "0.1.0"

@@ -53,7 +53,8 @@ def emulate(kind: str | None = None) -> contextlib.AbstractContextManager[None]:
   """Within this context, a CPU runs the kernels in Pallas's GPU interpret mode.
 
   The plans are those of the named device. Threads, barriers, copies and races are
-  simulated, which is slow: for products of a few hundred a side. Races raise.
+  simulated, which is slow: for products of a few hundred a side. Races raise. The
+  portable kernel ("triton") runs in Triton's interpreter, one CTA after the other.
 
   Args:
     kind: the name of a device; by default the device of an enclosing `target`, or

@@ -12,6 +12,8 @@ import functools
 import jax
 
 HOPPER = "9.0"
+_SURE_GPC_SMS = 14
+PORTABLE = ("8.0", "8.6", "8.9", HOPPER, "12.0")  # Where the portable kernel runs.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +26,8 @@ class Device:
     smem_bytes: most shared memory that one CTA can have.
     l2_bytes: size of the L2 cache.
     bandwidth_tbps: bandwidth of the memory, in terabytes a second.
-    compute_capability: "9.0" for Hopper.
+    compute_capability: "8.0" for the A100, "8.6" for other Ampere GPUs, "8.9" for
+      Ada, "9.0" for Hopper, "12.0" for consumer and workstation Blackwell.
     matrix_tflops: rate of the tensor cores in TFLOP/s for each operand dtype.
   """
 
@@ -36,6 +39,16 @@ class Device:
   compute_capability: str
   # A dict does not hash; the kind already tells devices apart.
   matrix_tflops: Mapping[str, float] = dataclasses.field(hash=False)
+
+  def max_clusters(self, size: int) -> int:
+    """Clusters of `size` CTAs, one CTA an SM, that surely run at the same time.
+
+    A cluster lies within one GPC. How many SMs of each are at work differs from
+    chip to chip; seven of the eight or nine pairs of SMs can be counted on.
+    """
+    if size <= 2:
+      return self.num_sms // size
+    return self.num_sms // _SURE_GPC_SMS * (_SURE_GPC_SMS // size)
 
 
 # Rates and bandwidth of the H200 are measured on normal data, for a burst; those
@@ -52,7 +65,54 @@ _H200 = Device(
 _H100 = dataclasses.replace(
     _H200, kind="NVIDIA H100 80GB HBM3", l2_bytes=50 << 20, bandwidth_tbps=3.0
 )
-KNOWN_DEVICES = {device.kind: device for device in (_H200, _H100)}
+
+
+def _on_paper(
+    kind: str, compute_capability: str, num_sms: int, smem_kib: int, l2_mib: int,
+    bandwidth_tbps: float, tflops_16: float, tflops_tf32: float,
+) -> Device:
+  """A device by its data sheet: dense rates, with sums in float32."""
+  return Device(
+      kind, num_sms, smem_kib << 10, l2_mib << 20, bandwidth_tbps, compute_capability,
+      {"bfloat16": tflops_16, "float16": tflops_16, "float32": tflops_tf32},
+  )
+
+
+# Not measured here: from NVIDIA's data sheets and architecture white papers.
+_A100 = _on_paper("NVIDIA A100-SXM4-80GB", "8.0", 108, 163, 40, 2.04, 312.0, 156.0)
+_RTX_3090 = _on_paper("NVIDIA GeForce RTX 3090", "8.6", 82, 99, 6, 0.94, 71.0, 35.6)
+_RTX_4090 = _on_paper("NVIDIA GeForce RTX 4090", "8.9", 128, 99, 72, 1.01, 165.2, 82.6)
+_RTX_5090 = _on_paper("NVIDIA GeForce RTX 5090", "12.0", 170, 99, 96, 1.79, 209.5, 104.8)
+_PRO_6000 = _on_paper(
+    "NVIDIA RTX PRO 6000 Blackwell Workstation Edition",
+    "12.0", 188, 99, 128, 1.79, 503.8, 251.9,
+)
+
+KNOWN_DEVICES = {
+    device.kind: device
+    for device in (
+        _H200,
+        _H100,
+        _A100,
+        dataclasses.replace(_A100, kind="NVIDIA A100-SXM4-40GB", bandwidth_tbps=1.56),
+        dataclasses.replace(_A100, kind="NVIDIA A100 80GB PCIe", bandwidth_tbps=1.94),
+        _on_paper("NVIDIA A10", "8.6", 72, 99, 6, 0.6, 125.0, 62.5),
+        _RTX_3090,
+        _on_paper("NVIDIA L4", "8.9", 58, 99, 48, 0.3, 121.0, 60.0),
+        _on_paper("NVIDIA L40S", "8.9", 142, 99, 96, 0.86, 362.0, 183.0),
+        _RTX_4090,
+        _RTX_5090,
+        _PRO_6000,
+        dataclasses.replace(
+            _PRO_6000, kind="NVIDIA RTX PRO 6000 Blackwell Server Edition"
+        ),
+    )
+}
+# Whose figures an unknown device gets, by its compute capability.
+_RELATIVES = {
+    device.compute_capability: device
+    for device in (_H200, _A100, _RTX_3090, _RTX_4090, _RTX_5090)
+}
 
 
 def known_device(kind: str) -> Device:
@@ -65,29 +125,35 @@ def known_device(kind: str) -> Device:
 
 
 def supported(device: Device | None) -> bool:
-  """Whether the kernels, which need Hopper's instructions, can run on `device`."""
+  """Whether the Mosaic kernels, which need Hopper's instructions, run on `device`."""
   return device is not None and device.compute_capability == HOPPER
+
+
+def portable(device: Device | None) -> bool:
+  """Whether the portable kernel can run on `device`, if its packages are there."""
+  return device is not None and device.compute_capability in PORTABLE
 
 
 @functools.cache
 def current_device() -> Device | None:
   """The GPU that JAX computes on by default; None on a CPU or an unknown GPU.
 
-  A Hopper GPU that is not in KNOWN_DEVICES gets the H200's figures, scaled to its
-  number of multiprocessors.
+  A GPU that is not in KNOWN_DEVICES gets the figures of one of its compute
+  capability, scaled to its number of multiprocessors (the H200's for Hopper).
   """
   if jax.default_backend() != "gpu":
     return None
   gpu = jax.local_devices()[0]
   if gpu.device_kind in KNOWN_DEVICES:
     return KNOWN_DEVICES[gpu.device_kind]
-  if getattr(gpu, "compute_capability", None) != HOPPER:
+  relative = _RELATIVES.get(getattr(gpu, "compute_capability", None))
+  if relative is None:
     return None
-  num_sms = getattr(gpu, "core_count", _H200.num_sms)
-  scale = num_sms / _H200.num_sms
+  num_sms = getattr(gpu, "core_count", relative.num_sms)
+  scale = num_sms / relative.num_sms
   return dataclasses.replace(
-      _H200,
+      relative,
       kind=gpu.device_kind,
       num_sms=num_sms,
-      matrix_tflops={k: v * scale for k, v in _H200.matrix_tflops.items()},
+      matrix_tflops={k: v * scale for k, v in relative.matrix_tflops.items()},
   )

@@ -22,7 +22,8 @@ import functools
 import math
 
 from jaxgemm.device import Device
-from pallas_kernels import KERNELS, tiles
+from pallas_kernels import KERNELS, persistent, tiles
+from pallas_kernels.exchange import MAX_CTAS
 from pallas_kernels.problem import (
   BlockedConfig,
   Config,
@@ -47,20 +48,25 @@ class Candidate:
 class Model:
   """Constants of the cost model; times in us, rates in bytes/us of one SM."""
 
-  launch: float = 0.38  # First instruction to first load, and the way out.
-  latency: float = 0.71  # From asking for a tile to having it.
-  l2_rate: float = 104e3  # L2 to shared memory.
-  store_rate: float = 165e3  # Registers to memory.
-  epilogue: float = 0.46  # Of a tile, beside its bytes.
-  step: float = 0.006  # Barriers and bookkeeping of a k tile.
-  narrow: float = 2.6  # Columns' worth of time that each wgmma adds.
-  solo: float = 1.34  # One warpgroup alone does not fill the tensor cores.
-  masked: float = 2.2  # Masked stores against TMA's.
-  memory: float = 0.97  # Share of the bandwidth that a product reaches.
-  reduce: float = 0.43  # Launch of the kernel that adds the parts of split-k.
-  reduce_rate: float = 1.87e6  # Its bytes, out of the L2; of the whole chip.
-  pass_launch: float = 1.57  # Launch of a pass over an operand.
-  pass_rate: float = 4.2e6  # Bytes read and written; of the whole chip.
+  launch: float = 0.169  # First instruction to first load, and the way out.
+  roles: float = 0.533  # Of a kernel with a producer: to part the registers.
+  latency: float = 0.911  # From asking for a tile to having it.
+  l2_rate: float = 84.7e3  # L2 to shared memory.
+  store_rate: float = 217e3  # Registers to memory.
+  epilogue: float = 0.385  # Of a tile, beside its bytes.
+  step: float = 0.00319  # Barriers and bookkeeping of a k tile.
+  narrow: float = 1.46  # Columns' worth of time that each wgmma adds.
+  solo: float = 1.56  # One warpgroup alone does not fill the tensor cores.
+  masked: float = 2.18  # Masked stores against TMA's.
+  promotion: float = 0.0372  # Of the sums, once.
+  exchange: float = 0.286  # Of sums within a cluster, beside their bytes.
+  exchange_rate: float = 19.2e3  # Through distributed shared memory.
+  memory: float = 1.07  # Share of the bandwidth that a product reaches.
+  reduce: float = 2.24  # Launch of the kernel that adds the parts of split-k.
+  reduce_rate: float = 1.85e6  # Its bytes, out of the L2; of the whole chip.
+  pass_launch: float = 0.755  # Launch of a pass over an operand.
+  pass_rate: float = 3.87e6  # Bytes read and written; of the whole chip.
+
 
 MODEL = Model()
 
@@ -80,15 +86,17 @@ def candidates(problem: Problem, device: Device) -> tuple[Candidate, ...]:
 
 # -- Which configs there are -------------------------------------------------------
 
+# (tile_m, tile_n, consumers, wg_dim)
 _PERSISTENT_TILES = (
-    (128, 256, "m"), (256, 128, "m"), (128, 192, "m"), (128, 128, "m"),
-    (64, 256, "n"), (64, 128, "n"), (256, 64, "m"), (128, 64, "m"), (128, 32, "m"),
-    (64, 64, "n"), (64, 32, "n"),
+    (128, 256, 2, "m"), (256, 128, 2, "m"), (128, 192, 2, "m"), (128, 128, 2, "m"),
+    (64, 256, 2, "n"), (128, 64, 2, "m"),
+    (64, 192, 1, "m"), (64, 128, 1, "m"), (64, 64, 1, "m"), (64, 32, 1, "m"),
 )
+# (tile_m, tile_n, stages)
 _PIPELINED_TILES = (
-    (128, 128), (64, 256), (64, 128), (128, 64), (64, 64), (128, 32), (64, 32),
+    (128, 128, 3), (64, 256, 3), (64, 128, 4), (128, 64, 4), (64, 64, 6), (64, 32, 8),
 )
-_MAX_STAGES = 8
+_MAX_STAGES = 16
 _BIG_TILE = 128 * 192  # From here on multicast has been seen to win.
 
 
@@ -96,29 +104,65 @@ def _configs(problem: Problem, device: Device) -> Iterator[tuple[str, Config]]:
   tile_k = tiles.swizzle_elems(problem.dtype)
   k_steps = tiles.cdiv(problem.k, tile_k)
   promote = promotion(problem, k_steps)
-  yield "blocked", BlockedConfig(128, 128, tile_k, promote)
-  yield "blocked", BlockedConfig(64, 64, tile_k, promote)
-  for tile_m, tile_n in _PIPELINED_TILES:
+  for tile_m, tile_n in ((128, 128), (64, 64)):
+    yield "blocked", BlockedConfig(tile_m, tile_n, tile_k, promote)
+  for tile_m, tile_n, num_stages in _PIPELINED_TILES:
     if not _wasteful(problem, tile_m, tile_n):
-      for num_stages in (3, 5, 8):
-        config = PipelinedConfig(tile_m, tile_n, tile_k, num_stages, promote)
-        yield "pipelined", config
-  for tile_m, tile_n, wg_dim in _PERSISTENT_TILES:
+      yield "pipelined", PipelinedConfig(tile_m, tile_n, tile_k, num_stages, promote)
+  for tile_m, tile_n, consumers, wg_dim in _PERSISTENT_TILES:
     if _wasteful(problem, tile_m, tile_n):
       continue
     shape = dict(
-        tile_m=tile_m, tile_n=tile_n, tile_k=tile_k, wg_dim=wg_dim, promote=promote
+        tile_m=tile_m, tile_n=tile_n, tile_k=tile_k, consumers=consumers, wg_dim=wg_dim
     )
+    stages = _stages(problem, "persistent", PersistentConfig(**shape, num_stages=0))
+    whole = dict(shape, num_stages=stages, promote=promote)
     if tile_m * tile_n >= _BIG_TILE and problem.m > tile_m:
       # First among equals: multicast moves less data, which tells when clocks fall.
-      config = PersistentConfig(**shape, cluster_m=2)
-      yield from _with_stages(problem, "persistent", config)
-    yield from _with_stages(problem, "persistent", PersistentConfig(**shape))
-    for splits in _splits(problem, device, tile_m, tile_n, k_steps):
-      config = SplitKConfig(**shape, splits=splits)
-      part = promotion(problem, tiles.cdiv(k_steps, splits))
-      config = dataclasses.replace(config, promote=part)
-      yield from _with_stages(problem, "split_k", config)
+      yield "persistent", PersistentConfig(**whole, cluster_m=2)
+    yield "persistent", PersistentConfig(**whole)
+    for splits, cluster_k in _splits(problem, device, tile_m, tile_n, k_steps):
+      split = dict(
+          shape, splits=splits, cluster_k=cluster_k,
+          promote=promotion(problem, tiles.cdiv(k_steps, splits)),
+      )
+      stages = _stages(problem, "split_k", SplitKConfig(**split, num_stages=0))
+      yield "split_k", SplitKConfig(**split, num_stages=stages)
+
+
+def _wasteful(problem: Problem, tile_m: int, tile_n: int) -> bool:
+  """Whether more than half of the tile lies outside the result, needlessly."""
+  return tile_m > 2 * max(problem.m, 64) or tile_n > 2 * max(problem.n, 64)
+
+
+def _stages(problem: Problem, kernel: str, config) -> int:
+  """As many stages as shared memory holds beside the rest; `config` has none."""
+  slot = tiles.slot_bytes(problem, config.tile_m, config.tile_n, config.tile_k)
+  rest = KERNELS[kernel].smem_bytes(problem, config)
+  return min(_MAX_STAGES, (tiles.SMEM_LIMIT_BYTES - rest) // slot)
+
+
+def _splits(problem, device, tile_m, tile_n, k_steps) -> list[tuple[int, int]]:
+  """(splits, cluster_k) that fill the SMs once, or half or two thirds of them."""
+  num_tiles = (
+      problem.batch * tiles.cdiv(problem.m, tile_m) * tiles.cdiv(problem.n, tile_n)
+  )
+  most = min(device.num_sms // num_tiles, k_steps // 2)
+  found = []
+  for wanted in {most, most // 2, most * 2 // 3}:
+    if wanted >= 2:
+      # With cdiv(k_steps, s) steps each, fewer splits may already cover k.
+      found.append((tiles.cdiv(k_steps, tiles.cdiv(k_steps, wanted)), 1))
+  fit = [
+      size for size in range(2, min(most, MAX_CTAS) + 1)
+      if num_tiles <= device.max_clusters(size)
+  ]
+  found += [(size, size) for size in fit[-2:]]
+  for size in (4, MAX_CTAS):
+    sums = min(most // size, device.max_clusters(size) // num_tiles)
+    if sums >= 2:
+      found.append((sums * size, size))
+  return sorted(set(found))
 
 
 def promotion(problem: Problem, k_steps: int) -> int:
@@ -133,32 +177,6 @@ def promotion(problem: Problem, k_steps: int) -> int:
   return max(1, min(4, k_steps // 4))
 
 
-def _wasteful(problem: Problem, tile_m: int, tile_n: int) -> bool:
-  """Whether more than half of the tile lies outside the result, needlessly."""
-  return tile_m > 2 * max(problem.m, 64) or tile_n > 2 * max(problem.n, 64)
-
-
-def _with_stages(problem: Problem, kernel: str, config) -> Iterator[tuple[str, Config]]:
-  """The config with as many stages as shared memory holds."""
-  for num_stages in range(_MAX_STAGES, 1, -1):
-    staged = dataclasses.replace(config, num_stages=num_stages)
-    if KERNELS[kernel].supports(problem, staged) is None:
-      yield kernel, staged
-      return
-
-
-def _splits(problem, device, tile_m, tile_n, k_steps) -> list[int]:
-  """Numbers of splits that fill the SMs, or half or a third of them, once."""
-  num_tiles = (
-      problem.batch * tiles.cdiv(problem.m, tile_m) * tiles.cdiv(problem.n, tile_n)
-  )
-  most = min(device.num_sms // num_tiles, k_steps // 2)
-  wanted = {most, most // 2, most * 2 // 3, most - 1}
-  # With cdiv(k_steps, s) steps each, fewer splits may already cover k.
-  useful = {tiles.cdiv(k_steps, tiles.cdiv(k_steps, s)) for s in wanted if s >= 2}
-  return sorted(s for s in useful if s >= 2)
-
-
 # -- What they cost ------------------------------------------------------------------
 
 
@@ -166,44 +184,58 @@ def estimate(
     problem: Problem, kernel: str, config: Config, device: Device, model: Model = MODEL
 ) -> tuple[float, str]:
   """(estimated time in us, what it consists of)."""
-  cluster = getattr(config, "cluster_m", 1)
+  multicast = getattr(config, "cluster_m", 1)
   splits = getattr(config, "splits", 1)
+  cluster_k = getattr(config, "cluster_k", 1)
   specialised = isinstance(config, PersistentConfig)
-  tiles_m = tiles.round_up(tiles.cdiv(problem.m, config.tile_m), cluster)
+  tiles_m = tiles.round_up(tiles.cdiv(problem.m, config.tile_m), multicast)
   tiles_n = tiles.cdiv(problem.n, config.tile_n)
   num_tiles = problem.batch * tiles_m * tiles_n * splits
   k_steps = tiles.cdiv(tiles.cdiv(problem.k, config.tile_k), splits)
-  out_bytes = 4 if splits > 1 else problem.out_itemsize
+  sums = splits // cluster_k  # Of each element, that go through memory.
+  out_bytes = 4 if sums > 1 else problem.out_itemsize
 
   resident = 1 if specialised else _resident(problem, kernel, config)
-  per_sm = tiles.cdiv(num_tiles, device.num_sms // cluster * cluster)
+  cluster = multicast * cluster_k
+  at_once = device.num_sms if cluster == 1 else device.max_clusters(cluster) * cluster
+  per_sm = tiles.cdiv(num_tiles, at_once)
   together = min(resident, per_sm)  # CTAs that hide each other's waits.
 
   # One k tile of one CTA: multiplied, supplied, waited for.
   rate = device.matrix_tflops[problem.dtype] * 1e6 / device.num_sms  # FLOP/us
-  wg_n = config.tile_n // (2 if specialised and config.wg_dim == "n" else 1)
+  wg_n = _wg_tile(config)[1]
   flops = 2 * config.tile_m * config.tile_n * config.tile_k
   matrix = flops / rate * (1 + model.narrow / wg_n)
   if not specialised and together == 1:
     matrix *= model.solo
-  supply = (config.tile_m + config.tile_n / cluster) * tiles.SWIZZLE_BYTES / model.l2_rate
+  rows = config.tile_m  # Those beyond the last are not loaded, if lhs is k-major.
+  if problem.lhs_layout == "k-major":
+    rows = min(rows, problem.m)
+  supply = (rows + config.tile_n / multicast) * tiles.SWIZZLE_BYTES / model.l2_rate
   # blocked has one slot, and loads nothing while it multiplies.
   in_flight = together * max(getattr(config, "num_stages", 1) - 1, 0.5)
   waiting = model.latency / in_flight
   step = max(matrix, supply, waiting) + model.step / together
+  if config.promote:
+    step += model.promotion / config.promote
 
   # The tiles of one SM. CTAs that share it store while others multiply, unless the
   # stores are masked: those occupy the SM's own pipes.
-  store = config.tile_m * config.tile_n * out_bytes / model.store_rate + model.epilogue
-  if splits == 1 and problem.n * problem.out_itemsize % 16:
+  tile_elems = config.tile_m * config.tile_n
+  store = tile_elems * out_bytes / (model.store_rate * cluster_k) + model.epilogue
+  if sums == 1 and problem.n * problem.out_itemsize % 16:
     store *= model.masked
   else:
     store /= together
+  if cluster_k > 1:
+    store += model.exchange + 4 * tile_elems / model.exchange_rate
   busy = per_sm * (k_steps * step + store)
 
   memory = problem.num_bytes / (device.bandwidth_tbps * 1e6 * model.memory)
   main = model.launch + model.latency + _soft_max(busy, memory)
-  extra, what = _extra(problem, splits, model)
+  if specialised:
+    main += model.roles
+  extra, what = _extra(problem, _wg_tile(config), sums, model)
   shape = f"{num_tiles} tiles, {per_sm} an SM, {k_steps} k tiles each"
   bound = "the memory" if memory > busy else "the SMs"
   return main + extra, f"{shape}; bound by {bound}{what}"
@@ -223,18 +255,27 @@ def _soft_max(a: float, b: float, power: float = 6.0) -> float:
   return (a**power + b**power) ** (1 / power)
 
 
-def _extra(problem: Problem, splits: int, model: Model) -> tuple[float, str]:
+def _wg_tile(config: Config) -> tuple[int, int]:
+  """Rows and columns that one warpgroup multiplies."""
+  if isinstance(config, PersistentConfig):
+    return persistent.wg_tile(config)
+  return config.tile_m, config.tile_n
+
+
+def _extra(
+    problem: Problem, wg_tile: tuple[int, int], sums: int, model: Model
+) -> tuple[float, str]:
   """Time of the passes beside the product, and their names."""
   time, names = 0.0, []
-  if splits > 1:
-    partial_bytes = 4 * problem.batch * problem.m * problem.n * splits
+  if sums > 1:
+    partial_bytes = 4 * problem.batch * problem.m * problem.n * sums
     time += model.reduce + partial_bytes / model.reduce_rate
     names.append("adding the parts")
-  for name, shape, k_major in (
-      ("lhs", problem.lhs_shape, problem.lhs_layout == "k-major"),
-      ("rhs", problem.rhs_shape, problem.rhs_layout == "k-major"),
+  for name, shape, k_major, wg_mn in (
+      ("lhs", problem.lhs_shape, problem.lhs_layout == "k-major", wg_tile[0]),
+      ("rhs", problem.rhs_shape, problem.rhs_layout == "k-major", wg_tile[1]),
   ):
-    what = pass_over(problem, shape, k_major)
+    what = pass_over(problem, shape, k_major, wg_mn)
     if what is not None:
       time += model.pass_launch
       time += 2 * math.prod(shape) * problem.itemsize / model.pass_rate
@@ -242,11 +283,12 @@ def _extra(problem: Problem, splits: int, model: Model) -> tuple[float, str]:
   return time, "".join(f", + {name}" for name in names)
 
 
-def pass_over(problem: Problem, shape, k_major: bool) -> str | None:
+def pass_over(problem: Problem, shape, k_major: bool, wg_mn: int) -> str | None:
   """What `tiles.prepare` does to an operand before the kernel, or None."""
   if problem.dtype == "float32":
     return "rounding" if k_major else "rounding and transposing"
-  return "padding" if tiles.needs_padding(*shape[1:], problem.dtype, k_major) else None
+  way = tiles.way(problem.dtype, k_major, wg_mn)
+  return "padding" if tiles.needs_padding(*shape[1:], problem.dtype, way) else None
 
 
 def _xla(problem: Problem, device: Device) -> Candidate:

@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxgemm import plan as plans
 from jaxgemm.device import Device, current_device
 from jaxgemm.product import Product
+from jaxgemm.recording import record
 from pallas_kernels import compat
 
 
@@ -74,6 +75,8 @@ def local_plan(product: Product, lhs, rhs, c=None) -> plans.Plan:
       lhs.shape, rhs.shape, lhs.dtype.name, None if c is None else c.dtype.name
   )
   device = planned_device(product)
+  if product.implementation is None and product.config is None:
+    record(problem, device)
   try:
     return plans.make_plan(
         problem, device, implementation=product.implementation, config=product.config

@@ -1,14 +1,19 @@
-"""From a problem to a plan: override, then measured table, then heuristic, then XLA."""
+"""From a problem to a plan: override, then measured, then heuristic, then XLA.
+
+Measured is what a table has a row of: first the user's own, which jaxgemm.autotune
+writes, then the one that we ship.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 import dataclasses
 import functools
 from typing import Any
 
-from jaxgemm import heuristics, table
+from jaxgemm import heuristics, table, triton_heuristics, user_table
 from jaxgemm.device import Device, supported
-from pallas_kernels import KERNELS
+from pallas_kernels import KERNELS, triton
 from pallas_kernels.problem import Config, Problem
 
 IMPLEMENTATIONS = (*KERNELS, "xla")
@@ -21,7 +26,8 @@ class Plan:
   Attributes:
     kernel: a key of pallas_kernels.KERNELS, or "xla".
     config: the kernel's config, or None for XLA.
-    source: "override", "table", "heuristic" or "fallback".
+    source: "override", "user table" (jaxgemm/user_table.py), "table" (the shipped
+      one), "heuristic" or "fallback".
     reason: in words.
     problem: what is planned.
   """
@@ -42,7 +48,9 @@ def make_plan(
     problem: Problem, device: Device | None, *, implementation: str | None = None,
     config: Config | None = None,
 ) -> Plan:
-  """The plan of a problem on a device: a pure function of its arguments.
+  """The plan of a problem on a device: a pure function of its arguments and tables.
+
+  Each table is read once a process; see `forget_tables`.
 
   Args:
     problem: what to compute.
@@ -62,27 +70,47 @@ def make_plan(
     return Plan("xla", None, "fallback", reason, problem)
   if implementation is not None:
     return _named(problem, device, implementation, config)
-  if not supported(device):
-    return Plan("xla", None, "fallback", _why_unsupported(device), problem)
-  row = table.lookup(problem, device)
-  if row is not None:
-    return Plan(row.kernel, row.config, "table", row.reason, problem)
-  for candidate in heuristics.candidates(problem, device):
+  if (reason := _why_none_runs(device)) is not None:
+    return Plan("xla", None, "fallback", reason, problem)
+  for source, row in _rows(problem, device):
+    return Plan(row.kernel, row.config, source, row.reason, problem)
+  for candidate in candidates(problem, device):
     return Plan(
         candidate.kernel, candidate.config, "heuristic", candidate.reason, problem
     )
   return Plan("xla", None, "fallback", "no kernel serves this problem", problem)
 
 
+def candidates(
+    problem: Problem, device: Device, *, everything: bool = False
+) -> tuple[heuristics.Candidate, ...]:
+  """The candidates for a problem on a device that a kernel serves, the best first.
+
+  Args:
+    problem, device: what to compute, and where.
+    everything: also those of the portable kernel on Hopper, after the others: a tuner
+      may measure what the estimates never choose.
+  """
+  portable = ()
+  if triton_heuristics.why_not(device) is None:
+    portable = triton_heuristics.candidates(problem, device)
+  if not supported(device):
+    return portable
+  found = heuristics.candidates(problem, device)
+  return (*found, *portable) if everything else found
+
+
 def describe(plan: Plan, device: Device | None) -> str:
   """The plan in words, and the candidates that the heuristics weighed."""
   lines = [str(plan)]
-  if supported(device) and plan.source != "fallback":
-    candidates = heuristics.candidates(plan.problem, device)
-    lines.append(f"  the best of {len(candidates)} candidates on {device.kind}:")
+  if plan.source != "fallback" and _why_none_runs(device) is None:
+    found = candidates(plan.problem, device)
+    if plan.kernel == triton.NAME:  # It has rivals of its own kind.
+      found = triton_heuristics.candidates(plan.problem, device)
+    lines.append(f"  the best of {len(found)} candidates on {device.kind}:")
     lines += [
         f"    {c.time_us:9.1f} us  {c.kernel} {c.config or ''} ({c.reason})"
-        for c in candidates[:8]
+        for c in found[:8]
     ]
   return "\n".join(lines)
 
@@ -109,42 +137,93 @@ def check_implementation(implementation: Any, config: Any) -> str | None:
 def run(plan: Plan, operands, device: Device, interpret=None):
   """Launches the planned kernel on operands [batch, ., .], as the problem has them."""
   kernel = KERNELS[plan.kernel]
+  options = {}
+  if plan.kernel == triton.NAME:  # Compiled where it is lowered, maybe for elsewhere.
+    options["compute_capability"] = device.compute_capability
   return kernel.launch(
-      operands, plan.problem, plan.config, num_sms=device.num_sms, interpret=interpret
+      operands, plan.problem, plan.config, num_sms=device.num_sms, interpret=interpret,
+      **options,
   )
+
+
+def forget_tables() -> None:
+  """Makes the next plan read the user's table anew.
+
+  What is traced already keeps its plans until `jax.clear_caches()`.
+  """
+  user_table.forget()
+  make_plan.cache_clear()
+
+
+def _rows(problem: Problem, device: Device) -> Iterator[tuple[str, table.Row]]:
+  """The measured plans of a problem, each with its source; the one that counts first."""
+  for source, lookup in (("user table", user_table.lookup), ("table", table.lookup)):
+    row = lookup(problem, device)
+    # A row of the portable kernel is of no use once its packages are gone.
+    if row is not None and (
+        row.kernel == "xla" or _why_not(row.kernel, device) is None
+    ):
+      yield source, row
 
 
 def _named(
     problem: Problem, device: Device | None, name: str, config: Config | None
 ) -> Plan:
   """The plan with a kernel that the caller insists on."""
-  if not supported(device):
+  if name == triton.NAME and (package := triton.missing_package()) is not None:
     raise ValueError(
-        f"implementation {name!r} cannot run: {_why_unsupported(device)}."
+        f"implementation {name!r} needs the package {package}:"
+        " pip install jaxgemm[triton]"
+    )
+  reason = _why_not(name, device)
+  if reason is not None:
+    raise ValueError(
+        f"implementation {name!r} cannot run: {reason}."
         " jaxgemm.emulate() runs it on a CPU, jaxgemm.target() lowers it for a GPU"
         " that is not here"
     )
   kernel = KERNELS[name]
   why = f"implementation={name!r}"
   if config is None:
-    row = table.lookup(problem, device)
-    if row is not None and row.kernel == name:
-      return Plan(name, row.config, "override", f"{why}; {row.reason}", problem)
-    candidates = heuristics.candidates(problem, device)
-    for candidate in candidates:
+    for _, row in _rows(problem, device):
+      if row.kernel == name:
+        return Plan(name, row.config, "override", f"{why}; {row.reason}", problem)
+    of = triton_heuristics if name == triton.NAME else heuristics
+    found = of.candidates(problem, device)
+    for candidate in found:
       if candidate.kernel == name:
         why = f"{why}; {candidate.reason}"
         return Plan(name, candidate.config, "override", why, problem)
     config = kernel.Config()
     if name == "split_k":  # The heuristics split no small k, which the caller wants.
-      for candidate in candidates:
+      for candidate in found:
         if candidate.kernel == "persistent":
           config = kernel.Config(**vars(candidate.config), splits=2)
           break
-  reason = kernel.supports(problem, config)
+  if name == triton.NAME:
+    reason = triton_heuristics.supports(problem, config, device)
+  else:
+    reason = kernel.supports(problem, config)
   if reason is not None:
     raise ValueError(f"implementation {name!r} cannot serve {problem}: {reason}")
   return Plan(name, config, "override", why, problem)
+
+
+def _why_not(name: str, device: Device | None) -> str | None:
+  """The reason why a kernel cannot run on a device, or None."""
+  if name == triton.NAME:
+    return triton_heuristics.why_not(device)
+  return None if supported(device) else _why_unsupported(device)
+
+
+def _why_none_runs(device: Device | None) -> str | None:
+  """The reason why no kernel can run on a device, or None."""
+  if supported(device):
+    return None
+  reason = triton_heuristics.why_not(device)
+  if reason is None or device is None:
+    return reason and _why_unsupported(device)
+  return f"{_why_unsupported(device)}; for the portable kernel, {reason}"
 
 
 def _why_unsupported(device: Device | None) -> str:

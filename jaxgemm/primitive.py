@@ -18,6 +18,7 @@ from jax.interpreters import ad, batching, mlir
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxgemm import dump_names
 from jaxgemm import precision as precisions
 from jaxgemm.checkpoint_policies import name_product
 from jaxgemm.dims import Dims, fold
@@ -30,6 +31,7 @@ from jaxgemm.lowering import (
 )
 from jaxgemm.partitioning import partitioned_product
 from jaxgemm.product import Product
+from jaxgemm.recording import record_partitioned
 from pallas_kernels import compat
 from pallas_kernels.problem import ALGORITHMS
 
@@ -103,6 +105,7 @@ def _lower_kernels(ctx, *operands, product: Product):
   if num_devices == 1:
     function = functools.partial(local_product, product)
   elif mesh is not None and not is_manual and jax.config.jax_use_shardy_partitioner:
+    record_partitioned()
     function = partitioned_product(product, len(operands) == 3, gemm_p.bind)
   else:
     # No mesh by whose axes to name the shards; XLA partitions its own dot anyhow.
@@ -322,3 +325,5 @@ ad.primitive_transposes[gemm_p] = _transpose
 batching.primitive_batchers[gemm_p] = _batch
 # Else jit hides its devices from lowering rules, and nothing can be partitioned.
 compat.requires_devices(gemm_p)
+# Else JAX's persistent cache would miss programs that have not changed.
+dump_names.keep_stable()

@@ -56,6 +56,16 @@ def file_name(kind: str) -> str:
   return kind.lower().replace(" ", "_") + ".json"
 
 
+def as_json(row: Row) -> dict[str, Any]:
+  """What `parse` reads back as the same row: every field, defaults included."""
+  return {
+      "problem": dataclasses.asdict(row.problem),
+      "kernel": row.kernel,
+      "config": None if row.config is None else dataclasses.asdict(row.config),
+      "evidence": dict(row.evidence),
+  }
+
+
 @functools.cache
 def _load(kind: str) -> dict[Problem, Row]:
   path = importlib.resources.files("jaxgemm") / "tables" / file_name(kind)
@@ -97,6 +107,7 @@ def _parse_row(raw: dict[str, Any]) -> Row:
   fields = dict(raw["problem"])
   epilogue = Epilogue(**fields.pop("epilogue", {}))
   problem = Problem(**fields, epilogue=epilogue)
+  _check_types(problem)
   config = None
   if raw["kernel"] == "xla":
     if raw["config"] is not None:
@@ -106,7 +117,17 @@ def _parse_row(raw: dict[str, Any]) -> Row:
   else:
     kernel = KERNELS[raw["kernel"]]
     config = kernel.Config(**raw["config"])
+    _check_types(config)
     reason = kernel.supports(problem, config)
     if reason is not None:
       raise ValueError(reason)
   return Row(problem, raw["kernel"], config, tuple(raw["evidence"].items()))
+
+
+def _check_types(values: Problem | Config) -> None:
+  """A size of 128.0 equals 128, and would pass until a kernel is built with it."""
+  for field in dataclasses.fields(values):
+    value = getattr(values, field.name)
+    wanted = {"int": int, "bool": bool, "str": str}.get(field.type, type(value))
+    if type(value) is not wanted:
+      raise TypeError(f"{field.name} is {value!r}, which is no {field.type}")

@@ -1,10 +1,17 @@
-"""Pallas (Mosaic GPU) kernels for matrix products on NVIDIA Hopper.
+"""Kernels for matrix products: Pallas (Mosaic GPU) on NVIDIA Hopper, Triton elsewhere.
 
 Pure functions of arrays, a Problem and a config. They know neither dispatch nor
 differentiation: see `jaxgemm` for both. Each module of KERNELS exports NAME,
 Config, supports, smem_bytes and launch.
 """
 
-from pallas_kernels import blocked, persistent, pipelined, split_k
+from pallas_kernels import blocked, persistent, pipelined, split_k, triton
 
-KERNELS = {kernel.NAME: kernel for kernel in (blocked, pipelined, persistent, split_k)}
+# Users' tables of measured plans are kept for one version. Raise it when a kernel's
+# speed or a config's meaning changes, so that what was measured before is forgotten.
+KERNEL_VERSION = 1
+
+MOSAIC_KERNELS = {
+    kernel.NAME: kernel for kernel in (blocked, pipelined, persistent, split_k)
+}
+KERNELS = {**MOSAIC_KERNELS, triton.NAME: triton}

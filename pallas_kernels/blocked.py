@@ -51,7 +51,8 @@ def launch(
   """Returns the result [batch, m, n]; operands as `problem` stores them."""
   del num_sms  # One CTA a tile, however many SMs there are.
   call = calls.make_call(
-      operands, problem, config, wg_tile_n=config.tile_n, num_wgs=1, interpret=interpret
+      operands, problem, config, wg_tile=(config.tile_m, config.tile_n), num_wgs=1,
+      interpret=interpret,
   )
   lhs, rhs = call.prepared.lhs_operand, call.prepared.rhs_operand
   grid = tiles.TileGrid.of(problem, config.tile_m, config.tile_n)
@@ -86,6 +87,6 @@ def launch(
   scratch = dict(
       lhs_slot=lhs.slots(1),
       rhs_slot=rhs.slots(1),
-      full=plgpu.Barrier(num_arrivals=2, num_barriers=1),
+      full=plgpu.Barrier(num_arrivals=call.prepared.num_copies, num_barriers=1),
   )
   return call(_kernel, name=NAME, scratch=scratch, grid=grid.num_tiles, num_wgs=1)

@@ -38,24 +38,26 @@ class Call:
 def run(
     kernel: Callable[..., None], inputs: tuple[jax.Array, ...], result: Problem,
     epilogue: epilogues.Epilogue, *, name: str, scratch: dict[str, Any], grid: int,
-    num_wgs: int, cluster: int = 1, interpret,
+    num_wgs: int, cluster: int = 1, workspace: dict[str, Any] | None = None, interpret,
 ) -> jax.Array:
   """Runs `kernel(*inputs, c_gmem, out_gmem, refs)` and returns what it stored.
 
   The grid is `grid` clusters (axis "cta") of `cluster` CTAs (axis "cluster") of
   `num_wgs` warpgroups (axis "wg"). `c_gmem`, the last input, is None without c;
-  `refs` is the scratch by name, the epilogue's included.
+  `refs` is the scratch by name, the epilogue's and the `workspace` in GMEM included.
   """
+  workspace = workspace or {}
+  out = jax.ShapeDtypeStruct(result.out_shape, jnp.dtype(result.out_dtype))
 
   def body(*gmem, **refs):
-    *sources, out_gmem = gmem
+    sources, (out_gmem, *arrays) = list(gmem[: len(inputs)]), gmem[len(inputs) :]
     if epilogue.c is None:
       sources.append(None)
-    kernel(*sources, out_gmem, refs)
+    kernel(*sources, out_gmem, refs | dict(zip(workspace, arrays, strict=True)))
 
-  return plgpu.kernel(
+  result, *_ = plgpu.kernel(
       body,
-      out_type=jax.ShapeDtypeStruct(result.out_shape, jnp.dtype(result.out_dtype)),
+      out_type=[out, *workspace.values()],
       scratch_types={**scratch, **epilogue.scratch()},
       grid=(grid,),
       grid_names=("cta",),
@@ -66,22 +68,29 @@ def run(
       interpret=interpret,
       kernel_name=f"jaxgemm_{name}",
   )(*inputs)
+  return result
 
 
 def make_call(
-    operands, problem: Problem, config: Config, *, wg_tile_n: int, num_wgs: int,
-    interpret, result: Problem | None = None,
+    operands, problem: Problem, config: Config, *, wg_tile: tuple[int, int],
+    num_wgs: int, interpret, result: Problem | None = None,
+    stored_cols: int | None = None,
 ) -> Call:
-  """Prepares operands (lhs, rhs[, c]) for a kernel in which `num_wgs` warpgroups
-  store `wg_tile_n` columns each.
+  """Prepares operands (lhs, rhs[, c]) for a kernel.
 
-  `result` describes the array that is stored where that is not the product (the
-  partial sums of split-k): its batch, m, n, out_dtype and epilogue count.
+  Args:
+    operands, problem, config, interpret: as `launch` gets them.
+    wg_tile: rows and columns that each of `num_wgs` warpgroups multiplies.
+    result: describes the array that is stored where that is not the product (the
+      partial sums of split-k): its batch, m, n, out_dtype and epilogue count.
+    stored_cols: columns that a warpgroup stores, if not all that it multiplies.
   """
   result = result or problem
   emulated = interpret is not None
-  prepared = tiles.prepare(*operands[:2], problem, config, emulated=emulated)
-  epilogue = epilogues.make_epilogue(result, wg_tile_n, num_wgs, emulated=emulated)
+  prepared = tiles.prepare(*operands[:2], problem, config, wg_tile, emulated=emulated)
+  epilogue = epilogues.make_epilogue(
+      result, stored_cols or wg_tile[1], num_wgs, emulated=emulated
+  )
   inputs = [prepared.lhs, prepared.rhs]
   if epilogue.c is not None:
     inputs.append(epilogues.prepare_c(operands[2], problem))

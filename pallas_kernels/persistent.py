@@ -1,11 +1,11 @@
-"""persistent: one CTA an SM, a producer and two consumer warpgroups.
+"""persistent: one CTA an SM, a producer and one or two consumer warpgroups.
 
   out[b] = alpha * lhs[b] @ rhs[b] + beta * c[b]
 
 Every CTA (or cluster of CTAs) walks over output tiles in the order of
 `tiles.tile_order`. Its producer warpgroup fills a ring of shared-memory slots
-through TMA; its two consumers share out the tile along `wg_dim`, multiply out of
-the ring with wgmma, and store their halves:
+through TMA; its consumers share out the tile along `wg_dim`, multiply out of the
+ring with wgmma, and store their shares:
 
   producer    load 0 | load 1 | ... | load of the next tile | ...
   consumers          | wgmma  | ... | epilogue, store       | wgmma ...
@@ -30,6 +30,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import accumulate, calls, tiles
 from pallas_kernels import ring as rings
+from pallas_kernels.exchange import Exchange
 from pallas_kernels.problem import PersistentConfig, Problem
 
 NAME = "persistent"
@@ -39,19 +40,24 @@ Config = PersistentConfig
 def wg_tile(config: PersistentConfig) -> tuple[int, int]:
   """The share of one consumer of the CTA's tile."""
   if config.wg_dim == "m":
-    return config.tile_m // rings.NUM_CONSUMERS, config.tile_n
-  return config.tile_m, config.tile_n // rings.NUM_CONSUMERS
+    return config.tile_m // config.consumers, config.tile_n
+  return config.tile_m, config.tile_n // config.consumers
 
 
 def check_config(problem: Problem, config: PersistentConfig) -> str | None:
   """Why the tiles, the ring or the cluster cannot be, or None."""
+  if config.consumers not in (1, 2):
+    return f"consumers={config.consumers} must be 1 or 2"
   wg_m, wg_n = wg_tile(config)
   if wg_m % 64:
     return f"tile_m={config.tile_m} over two warpgroups: each needs a multiple of 64"
   if config.num_stages < 2:
     return f"num_stages={config.num_stages}: a ring has at least 2 slots"
   if config.cluster_m * config.cluster_n not in (1, 2):
-    return f"cluster of {config.cluster_m}x{config.cluster_n} CTAs: at most two"
+    return (
+        f"cluster_m={config.cluster_m}, cluster_n={config.cluster_n}: at most two CTAs"
+        " share a tile of an operand"
+    )
   if config.grid_width < 1:
     return f"grid_width={config.grid_width} must be at least 1"
   return (
@@ -79,14 +85,14 @@ def smem_bytes(problem: Problem, config: PersistentConfig) -> int:
   ring = config.num_stages * tiles.slot_bytes(
       problem, config.tile_m, config.tile_n, config.tile_k
   )
-  epilogue = calls.epilogue_bytes(problem, wg_tile(config)[1], rings.NUM_CONSUMERS)
+  epilogue = calls.epilogue_bytes(problem, wg_tile(config)[1], config.consumers)
   return ring + epilogue + tiles.BARRIER_BYTES
 
 
 def make_ring(prepared: tiles.Prepared, config: PersistentConfig) -> rings.Ring:
   axis = ("cluster",)
   return rings.Ring(
-      prepared.lhs_operand, prepared.rhs_operand, config.num_stages,
+      prepared.lhs_operand, prepared.rhs_operand, config.num_stages, config.consumers,
       lhs_axes=axis if config.cluster_n > 1 else (),
       rhs_axes=axis if config.cluster_m > 1 else (),
   )
@@ -97,8 +103,8 @@ def launch(
 ) -> jax.Array:
   """Returns the result [batch, m, n]; operands as `problem` stores them."""
   call = calls.make_call(
-      operands, problem, config, wg_tile_n=wg_tile(config)[1],
-      num_wgs=rings.NUM_CONSUMERS, interpret=interpret,
+      operands, problem, config, wg_tile=wg_tile(config),
+      num_wgs=config.consumers, interpret=interpret,
   )
   return run(
       call, problem, config, name=NAME, num_sms=num_sms,
@@ -110,11 +116,13 @@ def run(
     call: calls.Call, problem: Problem, config: PersistentConfig, *, name: str,
     num_sms: int, k_steps: int, copies: int = 1,
     operand_origin: Callable[..., Any] = lambda batch: (batch, 0),
+    exchange: Exchange | None = None,
 ) -> jax.Array:
   """Runs the schedule: `k_steps` k tiles for each tile of each result.
 
-  Split-k asks for `copies` results a product, and maps the index of a result to
-  the (batch, k) at which its operands begin.
+  Split-k asks for `copies` results a product, maps the index of a result to the
+  (batch, k) at which its operands begin, and may have the CTAs of a cluster
+  `exchange` their sums.
   """
   wg_tile_shape = wg_tile(config)
   ring, epilogue = make_ring(call.prepared, config), call.epilogue
@@ -151,19 +159,32 @@ def run(
         acc = accumulate.sum_over_k(
             multiply, shape=wg_tile_shape, k_steps=k_steps, promote=config.promote
         )
-        epilogue.store(
-            acc, out_gmem, c_gmem, refs, wg=wg, batch=index,
-            row=m + share.row, col=n + share.col,
-        )
 
+        def store(sums, col):
+          epilogue.store(
+              sums, out_gmem, c_gmem, refs, wg=wg, batch=index,
+              row=m + share.row, col=n + share.col + col,
+          )
+
+        if exchange is None:
+          store(acc, 0)
+        else:
+          exchange.add_up(acc, refs, wg=wg, index=local, count=count, store=store)
+
+      if exchange is not None:
+        exchange.start(refs, wg=wg)
       lax.fori_loop(jnp.int32(0), count, tile, None)
       epilogue.finish()
 
-    rings.specialise(wg, _load, _multiply_and_store)
+    rings.specialise(wg, config.consumers, _load, _multiply_and_store)
 
+  scratch, workspace = ring.scratch(), {}
+  if exchange is not None:
+    scratch |= exchange.scratch()
+    workspace = exchange.workspace(grid.num_clusters)
   return call(
-      _kernel, name=name, scratch=ring.scratch(), grid=grid.num_clusters,
-      cluster=grid.cluster, num_wgs=rings.NUM_CONSUMERS + 1,
+      _kernel, name=name, scratch=scratch, workspace=workspace, grid=grid.num_clusters,
+      cluster=config.cluster, num_wgs=config.consumers + 1,
   )
 
 
@@ -185,7 +206,7 @@ def wg_share(config: PersistentConfig, wg) -> Share:
 
 @dataclasses.dataclass(frozen=True)
 class ClusterGrid:
-  """Clusters of CTAs that walk over batch x (output tiles)."""
+  """Clusters of CTAs that walk over copies x batch x (output tiles)."""
 
   config: PersistentConfig
   tiles_m: int  # Tiles of a cluster along m.
@@ -199,12 +220,8 @@ class ClusterGrid:
     tiles_m = tiles.cdiv(problem.m, config.tile_m * config.cluster_m)
     tiles_n = tiles.cdiv(problem.n, config.tile_n * config.cluster_n)
     num_tiles = copies * problem.batch * tiles_m * tiles_n
-    cluster = config.cluster_m * config.cluster_n
-    return cls(config, tiles_m, tiles_n, num_tiles, min(num_tiles, num_sms // cluster))
-
-  @property
-  def cluster(self) -> int:
-    return self.config.cluster_m * self.config.cluster_n
+    num_clusters = min(num_tiles, max(1, num_sms // config.cluster))
+    return cls(config, tiles_m, tiles_n, num_tiles, num_clusters)
 
   def local_count(self):
     """Tiles of this CTA."""

@@ -173,7 +173,8 @@ class PersistentConfig:
   Attributes:
     tile_m, tile_n, tile_k: tile of one CTA.
     num_stages: slots of the shared-memory ring.
-    wg_dim: the dimension of the tile that the two consumers share out.
+    consumers: warpgroups that multiply, 1 or 2.
+    wg_dim: the dimension of the tile that two consumers share out.
     cluster_m, cluster_n: CTAs of a cluster along m or n; neighbours along m
       share the rhs tile, neighbours along n the lhs tile (multicast).
     grid_minor: the dimension along which consecutive CTAs walk first.
@@ -186,6 +187,7 @@ class PersistentConfig:
   tile_n: int = 256
   tile_k: int = 64
   num_stages: int = 4
+  consumers: int = 2
   wg_dim: Literal["m", "n"] = "m"
   cluster_m: int = 1
   cluster_n: int = 1
@@ -193,12 +195,55 @@ class PersistentConfig:
   grid_width: int = 8
   promote: int = 0
 
+  @property
+  def cluster(self) -> int:
+    """CTAs of a cluster."""
+    return self.cluster_m * self.cluster_n
+
 
 @dataclasses.dataclass(frozen=True)
 class SplitKConfig(PersistentConfig):
-  """As PersistentConfig; `splits` CTAs share the k of one tile."""
+  """As PersistentConfig; `splits` CTAs share the k of one tile.
+
+  Attributes:
+    splits: parts of k.
+    cluster_k: how many of those CTAs make a cluster, which adds its parts up
+      through distributed shared memory. Where it is less than `splits`, a second
+      kernel adds the sums of the clusters.
+  """
 
   splits: int = 4
+  cluster_k: int = 1
+
+  @property
+  def cluster(self) -> int:
+    return super().cluster * self.cluster_k
 
 
-Config = BlockedConfig | PipelinedConfig | PersistentConfig | SplitKConfig
+@dataclasses.dataclass(frozen=True)
+class TritonConfig:
+  """The numbers of the portable kernel, whose forms are one Triton function.
+
+  Attributes:
+    tile_m, tile_n, tile_k: tile of one CTA.
+    num_stages: shared-memory slots of the loop over k: with 1 the form is blocked,
+      with more it is pipelined.
+    num_warps: warps of one CTA.
+    splits: CTAs that share the k of one tile; with more than 1 the form is split-k.
+    grid_width: tiles along m of the band that consecutive CTAs walk.
+    promote: see PersistentConfig.
+  """
+
+  tile_m: int = 128
+  tile_n: int = 128
+  tile_k: int = 32
+  num_stages: int = 3
+  num_warps: int = 8
+  splits: int = 1
+  grid_width: int = 8
+  promote: int = 0
+
+
+Config = (
+    BlockedConfig | PipelinedConfig | PersistentConfig | SplitKConfig | TritonConfig
+)

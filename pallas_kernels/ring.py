@@ -23,8 +23,6 @@ import jax.numpy as jnp
 
 from pallas_kernels import tiles
 
-NUM_CONSUMERS = 2
-PRODUCER = NUM_CONSUMERS  # Index of the producer's warpgroup.
 PRODUCER_REGISTERS = 40
 CONSUMER_REGISTERS = 232
 Ref = Any
@@ -37,18 +35,20 @@ class Ring:
   Attributes:
     lhs, rhs: the operands.
     num_stages: slots.
+    num_consumers: warpgroups that read each slot.
     lhs_axes, rhs_axes: cluster axes over which a copy is multicast.
   """
 
   lhs: tiles.Operand
   rhs: tiles.Operand
   num_stages: int
+  num_consumers: int
   lhs_axes: tuple[str, ...] = ()
   rhs_axes: tuple[str, ...] = ()
 
   def scratch(self) -> dict[str, Any]:
     axes = (*self.lhs_axes, *self.rhs_axes)
-    arrivals = dict(num_arrivals=NUM_CONSUMERS, num_barriers=self.num_stages)
+    arrivals = dict(num_arrivals=self.num_consumers, num_barriers=self.num_stages)
     if axes:
       empty = plgpu.ClusterBarrier(collective_axes=axes, **arrivals)
     else:
@@ -56,7 +56,10 @@ class Ring:
     return {
         "lhs_slots": self.lhs.slots(self.num_stages),
         "rhs_slots": self.rhs.slots(self.num_stages),
-        "full": plgpu.Barrier(num_arrivals=2, num_barriers=self.num_stages),
+        "full": plgpu.Barrier(
+            num_arrivals=self.lhs.num_copies + self.rhs.num_copies,
+            num_barriers=self.num_stages,
+        ),
         "empty": empty,
     }
 
@@ -121,19 +124,19 @@ class Ring:
     lax.fori_loop(jnp.int32(0), pending, wait, None)
 
 
-def specialise(wg, produce, consume) -> None:
-  """Runs `produce` in the producer's warpgroup and `consume` in the others.
+def specialise(wg, num_consumers: int, produce, consume) -> None:
+  """Runs `consume` in the first `num_consumers` warpgroups, `produce` in the next.
 
   The producer gives most of its registers to the consumers, whose accumulators
   need them.
   """
 
-  @pl.when(wg == PRODUCER)
+  @pl.when(wg == num_consumers)
   def _produce():
     plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
     produce()
 
-  @pl.when(wg < NUM_CONSUMERS)
+  @pl.when(wg < num_consumers)
   def _consume():
     plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
     consume()

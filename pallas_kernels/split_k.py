@@ -1,14 +1,18 @@
 """split_k: k shared out among CTAs, for few output tiles and a long k.
 
-  partial[b, s] = lhs[b][:, k_s] @ rhs[b][k_s, :]              (kernel 1)
-  out[b] = alpha * (partial[b, 0] + ... + partial[b, S-1]) + beta * c[b]   (2)
+  partial[b, s] = lhs[b][:, k_s] @ rhs[b][k_s, :]
+  out[b] = alpha * (partial[b, 0] + ... + partial[b, S-1]) + beta * c[b]
 
-The first kernel is the persistent one over `splits` (S) times as many tiles,
-each over its own contiguous part k_s of k, stored in float32. The second adds
-the parts of each piece of the result in the order 0 .. S-1, whoever finished
-first: every run gives the same bits.
+The kernel is the persistent one over `splits` (S) times as many tiles, each over
+its own contiguous part k_s of k. The parts are added up in one or two stages,
+each in a fixed order, whoever finished first: every run gives the same bits.
 
-Barriers of the first kernel: see `ring`. The second has none: the parts go from
+  1. The CTAs of a cluster of `cluster_k` add theirs through distributed shared
+     memory (see `exchange`).
+  2. Where that leaves several sums, they are stored in float32, and a second
+     kernel adds them.
+
+Barriers: see `ring` and `exchange`. The second kernel has none: the sums go from
 GMEM (they are in the L2) straight to registers.
 Constraints: see `supports`.
 Source: split-k as in CUTLASS's parallel split-k.
@@ -26,7 +30,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import calls, persistent, tiles
 from pallas_kernels import epilogue as epilogues
-from pallas_kernels import ring as rings
+from pallas_kernels.exchange import MAX_CTAS, Exchange
 from pallas_kernels.problem import Epilogue, Problem, SplitKConfig
 
 NAME = "split_k"
@@ -42,23 +46,51 @@ def supports(problem: Problem, config: SplitKConfig) -> str | None:
         f"splits={config.splits} must be in [2, {k_steps}], the number of k tiles of"
         f" k={problem.k}"
     )
-  return tiles.check_problem(problem) or persistent.check_config(
-      partial_problem(problem, config), config
+  if not 1 <= config.cluster_k <= MAX_CTAS or config.splits % config.cluster_k:
+    return (
+        f"cluster_k={config.cluster_k} must be in [1, {MAX_CTAS}] and divide"
+        f" splits={config.splits}"
+    )
+  if config.cluster_k > 1 and config.cluster != config.cluster_k:
+    return f"cluster_k={config.cluster_k} excludes cluster_m and cluster_n"
+  return (
+      tiles.check_problem(problem)
+      or persistent.check_config(stored_problem(problem, config), config)
+      or tiles.check_smem(smem_bytes(problem, config))
   )
 
 
 def smem_bytes(problem: Problem, config: SplitKConfig) -> int:
   """Shared memory of one CTA of the first kernel, the larger one."""
-  return persistent.smem_bytes(partial_problem(problem, config), config)
+  exchange = make_exchange(config, emulated=False)
+  return (
+      persistent.smem_bytes(stored_problem(problem, config), config)
+      + (exchange.smem_bytes if exchange else 0)
+  )
 
 
-def partial_problem(problem: Problem, config: SplitKConfig) -> Problem:
-  """The problem whose results are the partial sums, padded to whole pieces."""
+def make_exchange(config: SplitKConfig, *, emulated: bool) -> Exchange | None:
+  """How the CTAs of a cluster add up their parts; None where they do not."""
+  if config.cluster_k == 1:
+    return None
+  return Exchange(
+      config.cluster_k, *persistent.wg_tile(config), config.consumers, emulated
+  )
+
+
+def stored_problem(problem: Problem, config: SplitKConfig) -> Problem:
+  """The problem whose results the first kernel stores.
+
+  Partial sums are padded to whole pieces of the second kernel.
+  """
+  sums = config.splits // config.cluster_k
+  if sums == 1:
+    return problem
   return dataclasses.replace(
       problem,
       m=tiles.round_up(problem.m, epilogues.PIECE_ROWS),
       n=tiles.round_up(problem.n, tiles.swizzle_elems(jnp.float32)),
-      batch=problem.batch * config.splits,
+      batch=problem.batch * sums,
       out_dtype="float32",
       epilogue=Epilogue(),
   )
@@ -68,37 +100,45 @@ def launch(
     operands, problem: Problem, config: SplitKConfig, *, num_sms: int, interpret=None
 ) -> jax.Array:
   """Returns the result [batch, m, n]; operands as `problem` stores them."""
-  partials = _multiply(operands[:2], problem, config, num_sms, interpret)
-  return _reduce(partials, operands[2:], problem, config, num_sms, interpret)
+  if config.splits == config.cluster_k:
+    return _multiply(operands, problem, config, num_sms, interpret)
+  sums = _multiply(operands[:2], problem, config, num_sms, interpret)
+  return _reduce(sums, operands[2:], problem, config, num_sms, interpret)
 
 
 def _multiply(operands, problem, config, num_sms, interpret) -> jax.Array:
-  """Kernel 1: the partial sums [batch * splits, m, n], m and n padded."""
+  """Kernel 1: the result, or the sums of the clusters [batch * sums, m, n]."""
+  exchange = make_exchange(config, emulated=interpret is not None)
   call = calls.make_call(
-      operands, problem, config, wg_tile_n=persistent.wg_tile(config)[1],
-      num_wgs=rings.NUM_CONSUMERS, interpret=interpret,
-      result=partial_problem(problem, config),
+      operands, problem, config,
+      wg_tile=persistent.wg_tile(config), num_wgs=config.consumers, interpret=interpret,
+      result=stored_problem(problem, config),
+      stored_cols=exchange.share_cols if exchange else None,
   )
   k_steps = tiles.cdiv(tiles.cdiv(problem.k, config.tile_k), config.splits)
+  sums = config.splits // config.cluster_k
 
-  def operand_origin(batch_split):
+  def operand_origin(index):
     """(batch, k) at which the operands of one part begin."""
-    batch = lax.div(batch_split, jnp.int32(config.splits))
-    return batch, (batch_split - batch * config.splits) * k_steps * config.tile_k
+    batch = lax.div(index, jnp.int32(sums))
+    split = (index - batch * sums) * config.cluster_k
+    if config.cluster_k > 1:
+      split = split + lax.axis_index("cluster")
+    return batch, split * k_steps * config.tile_k
 
   return persistent.run(
       call, problem, config, name=NAME, num_sms=num_sms, k_steps=k_steps,
-      copies=config.splits, operand_origin=operand_origin,
+      copies=sums, operand_origin=operand_origin, exchange=exchange,
   )
 
 
 def _reduce(partials, c, problem, config, num_sms, interpret) -> jax.Array:
-  """Kernel 2: adds the parts in order, then the epilogue."""
+  """Kernel 2: adds the sums in order, then the epilogue."""
   batch_splits, rows, cols = partials.shape
   piece_cols = _piece_cols(problem.batch * (rows // epilogues.PIECE_ROWS), cols, num_sms)
   pieces_n = tiles.cdiv(problem.n, piece_cols)
   pieces = (rows // epilogues.PIECE_ROWS) * pieces_n
-  splits = config.splits
+  splits = config.splits // config.cluster_k
   emulated = interpret is not None
   epilogue = epilogues.make_epilogue(problem, piece_cols, 1, emulated=emulated)
 

@@ -1,18 +1,21 @@
 """Tiles: how operands lie in shared memory, and in which order tiles are done.
 
 Shared memory that wgmma reads is swizzled by 128 bytes and tiled by 8 rows x
-128 bytes. An operand gets there in one of two ways (`Operand.flat`):
+128 bytes. An operand gets there in one of three ways (`Operand.way`):
 
-  flat   k-major operands: one TMA copy of rank 2 into an untiled view of the
-         slot. A slot is exactly 128 bytes wide, so that both views have the
-         same byte order, and any size is served (TMA fills what lies outside
-         with zeros).
-  tiled  other operands, whose slot is wider, and all of them in the emulator:
-         one TMA copy of rank 4 that tiles as it copies. Each dimension of the
-         array must be a multiple of the 8 x 128 byte tile, or smaller than it.
+  flat     k-major operands: one TMA copy of rank 2 into an untiled view of the
+           slot. A slot is exactly 128 bytes wide, so that both views have the
+           same byte order.
+  chunks   other operands, where each warpgroup multiplies 128 bytes of mn: the
+           slot is made of such chunks, and each is copied as a flat slot is.
+  tiled    other operands with wider shares: one TMA copy of rank 4 that tiles as
+           it copies. Each dimension of the array must be a multiple of the
+           8 x 128 byte tile, or smaller than it.
 
-Both want a row stride that is a multiple of 16 bytes. `prepare` pads the
-operands that do not fit.
+All want a row stride that is a multiple of 16 bytes; flat and chunks serve any
+size, as TMA fills what lies outside with zeros. `prepare` pads the operands that
+do not fit. In the emulator every copy is a tiled one: it gives each view of shared
+memory a memory of its own, and has no rule about sizes.
 """
 
 from __future__ import annotations
@@ -55,16 +58,6 @@ def tma_stride_elems(dtype) -> int:
   return 16 // jnp.dtype(dtype).itemsize
 
 
-def needs_padding(rows: int, cols: int, dtype, k_major: bool) -> bool:
-  """Whether TMA cannot take an operand stored [rows, cols] as it is."""
-  if cols % tma_stride_elems(dtype):
-    return True
-  if k_major:
-    return False
-  elems = swizzle_elems(dtype)
-  return (rows % 8 and rows > 8) or (cols % elems and cols > elems)
-
-
 def swizzled(dtype, swizzle: int = SWIZZLE_BYTES) -> tuple[Any, ...]:
   """Transforms of shared memory that wgmma reads."""
   elems = swizzle // jnp.dtype(dtype).itemsize
@@ -84,7 +77,9 @@ class Operand:
     tile_mn, tile_k: its share of the tile of one CTA.
     dtype: by name.
     batched: whether it has a batch dimension larger than one.
-    flat: see the module's docstring.
+    mn: rows (lhs) or columns (rhs) that the whole operand has.
+    way: see the module's docstring.
+    emulated: whether every copy is a tiled one.
   """
 
   is_lhs: bool
@@ -93,82 +88,109 @@ class Operand:
   tile_k: int
   dtype: str
   batched: bool
-  flat: bool
+  mn: int
+  way: str
+  emulated: bool
 
   @property
-  def tile(self) -> tuple[int, int]:
-    """The tile as it is stored."""
-    if self.k_major:
-      return (self.tile_mn, self.tile_k)
-    return (self.tile_k, self.tile_mn)
+  def num_copies(self) -> int:
+    """TMA copies that bring one tile; each arrives once."""
+    return self.tile_mn // swizzle_elems(self.dtype) if self.way == "chunks" else 1
 
   def slots(self, num_slots: int) -> Any:
     """Scratch type of `num_slots` tiles in shared memory."""
-    shape = (num_slots, *self.tile)
-    tiled = plgpu.SMEM(shape, jnp.dtype(self.dtype), transforms=swizzled(self.dtype))
-    if not self.flat:
+    shape = {
+        "flat": (num_slots, self.tile_mn, self.tile_k),
+        "tiled": (num_slots, self.tile_k, self.tile_mn),
+        "chunks": (num_slots, self.num_copies, self.tile_k, swizzle_elems(self.dtype)),
+    }[self.way]
+    transforms = swizzled(self.dtype)
+    tiled = plgpu.SMEM(shape, jnp.dtype(self.dtype), transforms=transforms)
+    if self.way == "tiled" or self.emulated:
       return tiled
-    untiled = plgpu.SMEM(
-        shape, jnp.dtype(self.dtype),
-        transforms=(plgpu.SwizzleTransform(SWIZZLE_BYTES),),
-    )
+    untiled = plgpu.SMEM(shape, jnp.dtype(self.dtype), transforms=transforms[1:])
     return plgpu.RefUnion(untiled, tiled)
 
   def load(
       self, gmem: Ref, slots: Ref, slot, barrier: Ref, *, batch, mn, k,
       collective_axes=None,
   ) -> None:
-    """Starts the copy of the tile at element (mn, k); arrives on `barrier`."""
-    rows, cols = self.tile
-    row, col = (mn, k) if self.k_major else (k, mn)
-    dst = slots[0] if self.flat else slots
-    plgpu.copy_gmem_to_smem(
-        gmem.at[batch if self.batched else 0, pl.ds(row, rows), pl.ds(col, cols)],
-        dst.at[slot],
-        barrier,
-        collective_axes=collective_axes,
-    )
+    """Starts the copies of the tile at element (mn, k); they arrive on `barrier`."""
+    slots = self._views(slots)[0]
+
+    def copy(dst, rows, cols):
+      plgpu.copy_gmem_to_smem(
+          gmem.at[batch if self.batched else 0, pl.ds(*rows), pl.ds(*cols)], dst,
+          barrier, collective_axes=collective_axes,
+      )
+
+    if self.way == "chunks":
+      width = swizzle_elems(self.dtype)
+      for i in range(self.num_copies):
+        copy(slots.at[slot, i], (k, self.tile_k), (mn + i * width, width))
+    elif self.way == "tiled":
+      copy(slots.at[slot], (k, self.tile_k), (mn, self.tile_mn))
+    elif self.mn < self.tile_mn and not collective_axes:
+      # Rows beyond the last are not worth the time to fill them with zeros: what
+      # comes of them is not stored.
+      rows = round_up(self.mn, 8)
+      copy(slots.at[slot, pl.ds(0, rows)], (mn, rows), (k, self.tile_k))
+    else:
+      copy(slots.at[slot], (mn, self.tile_mn), (k, self.tile_k))
 
   def view(self, slots: Ref, slot, start=0, size: int | None = None) -> Ref:
     """The slot as wgmma wants it: [mn, k] of lhs, [k, mn] of rhs.
 
     `start` and `size` select part of mn: the share of one warpgroup.
     """
-    ref = slots[1] if self.flat else slots
+    slots = self._views(slots)[1]
     part = slice(None) if size is None else pl.ds(start, size)
-    ref = ref.at[slot, part] if self.k_major else ref.at[slot, :, part]
+    if self.way == "flat":
+      ref = slots.at[slot, part]
+    elif self.way == "tiled":
+      ref = slots.at[slot, :, part]
+    else:
+      chunk = 0 if size is None else lax.div(jnp.int32(start), jnp.int32(size))
+      ref = slots.at[slot, chunk]
     return ref if self.k_major == self.is_lhs else ref.transpose((1, 0))
 
-
-def lhs_operand(problem: Problem, tile_m: int, tile_k: int, flat: bool) -> Operand:
-  k_major = problem.lhs_layout == "k-major"
-  return Operand(
-      True, k_major, tile_m, tile_k, problem.dtype,
-      problem.lhs_batched and problem.batch > 1, flat and k_major,
-  )
+  def _views(self, slots: Ref) -> tuple[Ref, Ref]:
+    """(the view that TMA uses, the view that wgmma uses)."""
+    union = self.way != "tiled" and not self.emulated
+    return (slots[0], slots[1]) if union else (slots, slots)
 
 
-def rhs_operand(problem: Problem, tile_n: int, tile_k: int, flat: bool) -> Operand:
-  k_major = problem.rhs_layout == "k-major"
-  return Operand(
-      False, k_major, tile_n, tile_k, problem.dtype,
-      problem.rhs_batched and problem.batch > 1, flat and k_major,
-  )
+def way(dtype, k_major: bool, wg_mn: int) -> str:
+  """The way of an operand of which each warpgroup multiplies `wg_mn` rows (lhs) or
+  columns (rhs)."""
+  if k_major:
+    return "flat"
+  return "chunks" if wg_mn == swizzle_elems(dtype) else "tiled"
 
 
-def pad_for_tma(x: jax.Array, dtype, *, k_major: bool) -> jax.Array:
+def needs_padding(rows: int, cols: int, dtype, way: str) -> bool:
+  """Whether TMA cannot take an operand stored [rows, cols] as it is."""
+  if cols % tma_stride_elems(dtype):
+    return True
+  if way != "tiled":
+    return False
+  elems = swizzle_elems(dtype)
+  return bool((rows % 8 and rows > 8) or (cols % elems and cols > elems))
+
+
+def pad_for_tma(x: jax.Array, dtype, way: str) -> jax.Array:
   """Pads an operand [batch, rows, cols] that TMA cannot take as it is.
 
-  A k-major operand needs only its row stride mended. Any other is read tiled,
-  which asks for both dimensions. The zeros do not change the product.
+  Most need only their row stride mended; one that is read tiled may need both
+  dimensions. The zeros do not change the product.
   """
   _, rows, cols = x.shape
-  if not needs_padding(rows, cols, dtype, k_major):
+  if not needs_padding(rows, cols, dtype, way):
     return x
   elems = swizzle_elems(dtype)
-  if not k_major and cols <= elems:
+  if cols <= elems:
     elems = tma_stride_elems(dtype)
-  pad_rows = round_up(rows, 8) - rows if rows > 8 and not k_major else 0
+  pad_rows = round_up(rows, 8) - rows if rows > 8 and way == "tiled" else 0
   pad_cols = round_up(cols, elems) - cols
   zero = jnp.zeros((), x.dtype)
   return lax.pad(x, zero, ((0, 0, 0), (0, pad_rows, 0), (0, pad_cols, 0)))
@@ -182,15 +204,20 @@ def _round_to_tf32(x: jax.Array) -> jax.Array:
 class Prepared:
   """Operands as the kernels read them."""
 
-  problem: Problem
   lhs: jax.Array
   rhs: jax.Array
   lhs_operand: Operand
   rhs_operand: Operand
 
+  @property
+  def num_copies(self) -> int:
+    """TMA copies that bring a tile of both."""
+    return self.lhs_operand.num_copies + self.rhs_operand.num_copies
+
 
 def prepare(
-    lhs: jax.Array, rhs: jax.Array, problem: Problem, config, *, emulated: bool
+    lhs: jax.Array, rhs: jax.Array, problem: Problem, config, wg_tile: tuple[int, int],
+    *, emulated: bool,
 ) -> Prepared:
   """Brings two operands into a form that TMA and wgmma read.
 
@@ -199,6 +226,13 @@ def prepare(
   which XLA fuses what each of them needs: wgmma drops the mantissa bits that
   TF32 lacks, so they are rounded first (dropping them would cost 2.6 times the
   error), and it reads TF32 k-major only, so any other layout is transposed.
+
+  Args:
+    lhs, rhs: [batch, ., .] as the problem stores them.
+    problem: the problem.
+    config: has `tile_m`, `tile_n` and `tile_k`.
+    wg_tile: rows and columns of the result that one warpgroup multiplies.
+    emulated: whether the kernel runs in the emulator.
   """
   if problem.dtype == "float32":
     lhs, rhs = _round_to_tf32(lhs), _round_to_tf32(rhs)
@@ -207,16 +241,22 @@ def prepare(
     if problem.rhs_layout != "k-major":
       rhs = lax.transpose(rhs, (0, 2, 1))
     problem = dataclasses.replace(problem, lhs_layout="k-major", rhs_layout="k-major")
-  lhs = pad_for_tma(lhs, problem.dtype, k_major=problem.lhs_layout == "k-major")
-  rhs = pad_for_tma(rhs, problem.dtype, k_major=problem.rhs_layout == "k-major")
-
-  # The emulator gives each view of a union memory of its own, and has no rule
-  # about alignment: it always takes the tiled way.
-  flat = not emulated
+  several, dtype = problem.batch > 1, problem.dtype
+  lhs_k_major, rhs_k_major = (
+      layout == "k-major" for layout in (problem.lhs_layout, problem.rhs_layout)
+  )
+  lhs_way = way(dtype, lhs_k_major, wg_tile[0])
+  rhs_way = way(dtype, rhs_k_major, wg_tile[1])
   return Prepared(
-      problem, lhs, rhs,
-      lhs_operand(problem, config.tile_m, config.tile_k, flat),
-      rhs_operand(problem, config.tile_n, config.tile_k, flat),
+      pad_for_tma(lhs, dtype, lhs_way), pad_for_tma(rhs, dtype, rhs_way),
+      Operand(
+          True, lhs_k_major, config.tile_m, config.tile_k, dtype,
+          several and problem.lhs_batched, problem.m, lhs_way, emulated,
+      ),
+      Operand(
+          False, rhs_k_major, config.tile_n, config.tile_k, dtype,
+          several and problem.rhs_batched, problem.n, rhs_way, emulated,
+      ),
   )
 
 

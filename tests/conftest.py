@@ -1,13 +1,19 @@
-"""Four emulated CPU devices, and the tests that need a GPU skipped without one."""
+"""Four emulated CPU devices, and the tests that need a GPU skipped without one.
+
+No test reads or writes the table of plans of the user who runs it.
+"""
 
 from __future__ import annotations
 
 import os
+import tempfile
 
 # XLA reads it when the CPU backend starts, which no import does.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
 )
+_cache_dir = tempfile.TemporaryDirectory(prefix="jaxgemm-tests-")
+os.environ["JAXGEMM_CACHE_DIR"] = _cache_dir.name
 
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
@@ -17,10 +23,15 @@ from jaxgemm import device  # noqa: E402
 
 def pytest_collection_modifyitems(items):
   marked = [item for item in items if "gpu" in item.keywords]
-  if marked and not device.supported(device.current_device()):
-    skip = pytest.mark.skip(reason="needs an NVIDIA Hopper GPU, and JAX finds none")
-    for item in marked:
-      item.add_marker(skip)
+  found = device.current_device() if marked else None
+  for item in marked:
+    if "portable" in item.keywords:
+      served, needs = device.portable(found), "a GPU that Triton serves"
+    else:
+      served, needs = device.supported(found), "an NVIDIA Hopper GPU"
+    if not served:
+      reason = f"needs {needs}, and JAX finds none"
+      item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture

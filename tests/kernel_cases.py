@@ -16,6 +16,7 @@ from pallas_kernels.problem import (
   PipelinedConfig,
   Problem,
   SplitKConfig,
+  TritonConfig,
 )
 
 LAYOUTS = {
@@ -42,6 +43,7 @@ def small_config(kernel: str, dtype="bfloat16", **fields):
       "pipelined": PipelinedConfig(128, 128, tile_k, num_stages=3),
       "persistent": PersistentConfig(128, 128, tile_k, num_stages=3),
       "split_k": SplitKConfig(128, 128, tile_k, num_stages=3, splits=2),
+      "triton": TritonConfig(64, 64, tile_k, num_stages=3, num_warps=4),
   }[kernel]
   return type(config)(**{**vars(config), **fields})
 

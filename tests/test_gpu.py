@@ -12,7 +12,7 @@ import pytest
 import jaxgemm
 from jaxgemm import heuristics, reference
 from jaxgemm.device import current_device
-from pallas_kernels import KERNELS
+from pallas_kernels import MOSAIC_KERNELS as KERNELS
 from pallas_kernels.problem import Epilogue
 from tests import kernel_cases
 from tests.kernel_cases import LAYOUTS, make_problem, small_config
@@ -61,6 +61,26 @@ def test_out_dtypes_and_ways_of_the_store(kernel, out_dtype, n):
     config = small_config(kernel, tile_m=64 if kernel == "blocked" else 128, tile_n=64,
                           promote=1)
   check(kernel, problem, config)
+
+
+@pytest.mark.parametrize("layouts", LAYOUTS)
+@pytest.mark.parametrize("cluster_k", [2, 3, 5, 8])
+def test_sums_within_clusters(cluster_k, layouts):
+  """Through distributed shared memory; also several tiles a CTA, and two stages."""
+  for n, fields in [(96, dict(tile_n=64)), (101, dict(wg_dim="n")), (4000, {})]:
+    for splits in (cluster_k, 2 * cluster_k):
+      config = small_config("split_k", splits=splits, cluster_k=cluster_k, num_stages=2,
+                            **fields)
+      check("split_k", make_problem(300, n, 2048 - 8, layouts), config)
+
+
+@pytest.mark.parametrize("layouts", LAYOUTS)
+@pytest.mark.parametrize("size", [(1, 4096, 1000), (8, 520, 4096), (200, 264, 136),
+                                  (72, 88, 4104)], ids=str)
+def test_one_consumer(size, layouts):
+  """64x64 tiles: operands that are not k-major come in chunks, of any size."""
+  config = small_config("persistent", tile_m=64, tile_n=64, consumers=1, num_stages=8)
+  check("persistent", make_problem(*size, layouts), config)
 
 
 @pytest.mark.parametrize("n", [8, 16, 32, 64])
@@ -124,10 +144,11 @@ def test_random_problems_as_planned(seed):
 def test_split_k_is_bitwise_the_same_on_every_run():
   problem = make_problem(256, 256, 65536)
   operands = kernel_cases.random_operands(problem)
-  config = small_config("split_k", splits=32)
-  runs = [np.asarray(launch("split_k", problem, config, operands)) for _ in range(20)]
-  for run in runs[1:]:
-    np.testing.assert_array_equal(runs[0], run)
+  for cluster_k in (1, 4):
+    config = small_config("split_k", splits=32, cluster_k=cluster_k)
+    runs = [np.asarray(launch("split_k", problem, config, operands)) for _ in range(20)]
+    for run in runs[1:]:
+      np.testing.assert_array_equal(runs[0], run)
 
 
 def test_one_short_tile_after_another():

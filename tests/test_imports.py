@@ -16,21 +16,29 @@ PACKAGES = ("pallas_kernels", "jaxgemm", "experiments", "tests")
 # Of jaxgemm's own modules, each may import only those before it.
 LAYERS = (
     ("device",),
-    ("contexts", "table", "heuristics", "dims", "precision", "reference"),
+    ("contexts", "table", "heuristics", "dims", "precision", "reference", "recording",
+     "dump_names"),
+    ("triton_heuristics", "user_table"),
     ("plan", "product", "checkpoint_policies"),
     ("lowering",),
     ("partitioning",),
     ("primitive",),
-    ("api",),
+    ("api", "autotune"),
     ("__init__",),
 )
-KERNEL_IMPORTERS = {"heuristics", "plan", "table"}
+KERNEL_IMPORTERS = {"heuristics", "triton_heuristics", "plan", "table", "user_table"}
+# A checkout has suites to tune for; a wheel has none, and must not miss them.
+SUITES_IMPORTER = ROOT / "jaxgemm" / "autotune" / "problems.py"
 
 
-def _imports(path: Path) -> set[str]:
-  """Dotted names of all that a file imports, `from a import b` as a.b."""
+def _imports(path: Path, *, at_import: bool = False) -> set[str]:
+  """Dotted names of all that a file imports, `from a import b` as a.b.
+
+  With `at_import` only what it imports at the outermost level.
+  """
   names = set()
-  for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+  tree = ast.parse(path.read_text(encoding="utf-8"))
+  for node in tree.body if at_import else ast.walk(tree):
     if isinstance(node, ast.Import):
       names |= {alias.name for alias in node.names}
     elif isinstance(node, ast.ImportFrom):
@@ -40,7 +48,12 @@ def _imports(path: Path) -> set[str]:
 
 
 def _modules(package: str) -> dict[str, set[str]]:
-  return {path.stem: _imports(path) for path in (ROOT / package).glob("*.py")}
+  """What each module imports; a package within the package counts as one module."""
+  modules: dict[str, set[str]] = {}
+  for path in (ROOT / package).rglob("*.py"):
+    first = path.relative_to(ROOT / package).parts[0].removesuffix(".py")
+    modules.setdefault(first, set()).update(_imports(path))
+  return modules
 
 
 def test_kernels_import_nothing_of_the_library():
@@ -55,9 +68,19 @@ def test_problem_is_a_leaf():
 
 
 def test_library_imports_neither_experiments_nor_tests():
-  for module, names in _modules("jaxgemm").items():
+  for path in (ROOT / "jaxgemm").rglob("*.py"):
+    names = _imports(path, at_import=path == SUITES_IMPORTER)
     for name in names:
-      assert not name.startswith(("experiments", "tests")), (module, name)
+      assert not name.startswith(("experiments", "tests")), (path, name)
+  late = _imports(SUITES_IMPORTER) - _imports(SUITES_IMPORTER, at_import=True)
+  assert late == {"experiments.suites"}
+
+
+@pytest.mark.parametrize("name", ["filelock", "platformdirs", "tqdm"])
+def test_what_only_the_tuner_needs_is_imported_late(name):
+  for path in (ROOT / "jaxgemm").rglob("*.py"):
+    for imported in _imports(path, at_import=True):
+      assert imported.split(".")[0] != name, path
 
 
 def test_imports_within_the_library_go_one_way():
@@ -70,6 +93,8 @@ def test_imports_within_the_library_go_one_way():
         imported = name.split(".")[1]
         if imported not in level:  # `from jaxgemm import x` names a module.
           raise AssertionError(f"jaxgemm/{module}.py imports {name}")
+        if imported == module:  # Files of one package.
+          continue
         assert level[imported] < level[module], (module, name)
 
 

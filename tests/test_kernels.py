@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pallas_kernels import KERNELS, tiles
+from pallas_kernels import MOSAIC_KERNELS as KERNELS
+from pallas_kernels import tiles
 from pallas_kernels.problem import Epilogue
 from tests import kernel_cases
 from tests.kernel_cases import LAYOUTS, check, make_problem, small_config
@@ -106,6 +107,18 @@ def test_split_k(splits):
   check("split_k", problem, small_config("split_k", splits=splits))
 
 
+@pytest.mark.parametrize("wg_dim", ["m", "n"])
+@pytest.mark.parametrize(("splits", "cluster_k"), [(2, 2), (6, 2), (3, 3), (8, 4)])
+def test_split_k_within_clusters(splits, cluster_k, wg_dim):
+  """Sums through distributed shared memory, then over clusters; several tiles a CTA."""
+  problem = make_problem(
+      300, 140, 64 * 11 - 5, "NT", epilogue=Epilogue(0.5, 2.0, "float32")
+  )
+  config = small_config("split_k", splits=splits, cluster_k=cluster_k, wg_dim=wg_dim,
+                        tile_n=64)
+  check("split_k", problem, config, num_sms=8)
+
+
 def test_split_k_is_bitwise_the_same_on_every_run():
   problem = make_problem(128, 128, 1024, out_dtype="float32")
   operands = kernel_cases.random_operands(problem)
@@ -144,10 +157,12 @@ def test_tile_order_visits_every_tile_once(shape, width, minor):
         ("pipelined", dict(num_stages=1), "num_stages=1"),
         ("pipelined", dict(num_stages=8), "shared memory"),
         ("persistent", dict(tile_m=64), "tile_m=64"),
-        ("persistent", dict(cluster_m=2, cluster_n=2), "cluster of 2x2"),
+        ("persistent", dict(cluster_m=2, cluster_n=2), "at most two CTAs"),
         ("persistent", dict(grid_width=0), "grid_width=0"),
         ("split_k", dict(splits=1), "splits=1"),
         ("split_k", dict(splits=5), "k=256"),
+        ("split_k", dict(splits=3, cluster_k=2), "cluster_k=2"),
+        ("split_k", dict(splits=4, cluster_k=2, cluster_m=2), "excludes cluster_m"),
     ],
 )
 def test_supports_names_the_constraint(kernel, fields, named):

@@ -12,7 +12,7 @@ import pytest
 
 from jaxgemm import heuristics
 from jaxgemm.device import known_device
-from pallas_kernels import KERNELS
+from pallas_kernels import MOSAIC_KERNELS as KERNELS
 from pallas_kernels.problem import Epilogue
 from tests.kernel_cases import LAYOUTS, make_problem, small_config
 
@@ -92,6 +92,17 @@ def test_batches_and_epilogues_lower(kernel, layouts):
           epilogue=Epilogue(0.5, 2.0, c_dtype),
       )
       assert f"jaxgemm_{kernel}" in lowered(kernel, problem, small_config(kernel))
+
+
+@pytest.mark.parametrize("layouts", LAYOUTS)
+@pytest.mark.parametrize("cluster_k", [2, 5, 8])
+def test_sums_within_clusters_lower(cluster_k, layouts):
+  for n, fields in [(96, dict(tile_n=64)), (101, {}), (256, dict(wg_dim="n"))]:
+    config = small_config(
+        "split_k", splits=cluster_k, cluster_k=cluster_k, num_stages=2, **fields
+    )
+    text = lowered("split_k", make_problem(130, n, 4096, layouts), config)
+    assert "jaxgemm_split_k" in text and "reduce" not in text  # One kernel.
 
 
 def test_no_operand_is_copied_where_tma_takes_it():

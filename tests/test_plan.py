@@ -13,7 +13,7 @@ import pytest
 import jaxgemm
 from jaxgemm import device, heuristics, plan, table
 from jaxgemm.contexts import current_target
-from pallas_kernels import KERNELS
+from pallas_kernels import KERNELS, MOSAIC_KERNELS, triton
 from pallas_kernels.problem import (
     BlockedConfig,
     Epilogue,
@@ -48,7 +48,7 @@ def test_heuristic_is_the_first_candidate():
   assert chosen.problem == SQUARE
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", MOSAIC_KERNELS)
 def test_a_named_kernel_gets_a_config(kernel):
   chosen = plan.make_plan(SQUARE, H200, implementation=kernel)
   assert chosen.kernel == kernel and chosen.source == "override"
@@ -79,7 +79,10 @@ def test_empty_products_run_no_kernel(dim, implementation):
 
 
 @pytest.mark.parametrize("where", [None, A100], ids=["cpu", "a100"])
-def test_other_devices_get_xla(where):
+def test_other_devices_get_xla(where, monkeypatch):
+  """Where the portable kernel's packages are missing; see also tests/test_triton.py."""
+  monkeypatch.setattr(triton, "missing_package", lambda: "jax_triton")
+  plan.make_plan.cache_clear()
   chosen = plan.make_plan(SQUARE, where)
   assert (chosen.kernel, chosen.source) == ("xla", "fallback")
   assert "Hopper" in chosen.reason

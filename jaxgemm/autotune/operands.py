@@ -1,0 +1,53 @@
+"""The operands of one problem: their types as stored, and random ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.problem import Problem
+
+Inputs = tuple[jax.Array, ...]  # lhs, rhs and, where the epilogue has one, c
+
+
+def stored_shapes(problem: Problem) -> tuple[tuple[int, ...], ...]:
+  """Returns the shapes of lhs, rhs and maybe c as stored.
+
+  None has a batch dimension if the batch is one product, nor has an operand that
+  serves the whole batch.
+  """
+  shapes = [
+      problem.lhs_shape if problem.lhs_batched else problem.lhs_shape[1:],
+      problem.rhs_shape if problem.rhs_batched else problem.rhs_shape[1:],
+  ]
+  if problem.epilogue.has_c:
+    shapes.append(problem.out_shape)
+  if problem.batch == 1:
+    shapes = [shape[-2:] for shape in shapes]
+  return tuple(shapes)
+
+
+def operand_types(problem: Problem) -> tuple[jax.ShapeDtypeStruct, ...]:
+  """Returns the types of lhs, rhs and maybe c as stored."""
+  dtypes = [problem.dtype, problem.dtype, problem.epilogue.c_dtype]
+  return tuple(
+      jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+      for shape, dtype in zip(stored_shapes(problem), dtypes, strict=False)
+  )
+
+
+def make_inputs(problem: Problem) -> Callable[[jax.Array], Inputs]:
+  """Returns a jitted function of a PRNG key: normal operands, made on the device."""
+  types = operand_types(problem)
+
+  @jax.jit
+  def inputs(key: jax.Array) -> Inputs:
+    keys = jax.random.split(key, len(types))
+    return tuple(
+        jax.random.normal(keys[i], operand.shape, operand.dtype)
+        for i, operand in enumerate(types)
+    )
+
+  return inputs

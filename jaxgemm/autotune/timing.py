@@ -1,0 +1,151 @@
+"""GPU kernel times through CUPTI: variants interleaved, inputs rotated.
+
+The time of a call is the sum over every kernel that it launches, those that pad
+an operand or reduce partial sums included; launch gaps, copies and memory sets
+are not in it. jax.experimental.mosaic.gpu.profiler reads the times: its
+`Cupti.measure` calls a function once to warm up, attaches CUPTI, calls it again
+and returns the kernels of that second call in the order of their launch.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+import itertools
+import time
+
+import jax
+from jax.experimental.mosaic.gpu import profiler
+import numpy as np
+
+Kernels = list[tuple[str, float]]  # (kernel name, time in ms), in launch order
+
+_MIN_SETS = 3
+_MAX_SETS = 256
+_MAX_SETS_BYTES = 16 << 30
+_MAX_RESULTS_BYTES = 16 << 30
+
+
+def num_input_sets(set_bytes: int, l2_bytes: int) -> int:
+  """Returns how many input sets to rotate over so that none is still in the L2.
+
+  The sets together hold four times the L2, and are at least three. Two caps
+  apply: 256 sets, which costs little to make but leaves inputs of less than
+  about 1 MB partly in the L2, and 16 GiB.
+  """
+  wanted = max(_MIN_SETS, -(-4 * l2_bytes // max(set_bytes, 1)))
+  affordable = max(1, _MAX_SETS_BYTES // max(set_bytes, 1))
+  return min(wanted, _MAX_SETS, affordable)
+
+
+def spread(times_us: Sequence[float]) -> float:
+  """Returns half the distance between the first and the third quartile."""
+  first, third = np.percentile(times_us, [25, 75])
+  return float(third - first) / 2
+
+
+def interleaved[Name: Hashable](
+    variants: Mapping[Name, Callable[..., jax.Array]],
+    input_sets: Sequence[tuple[jax.Array, ...]],
+    repeats: int,
+    *,
+    burn_in_s: float = 0.0,
+) -> dict[Name, list[float]]:
+  """Returns the kernel times in microseconds of `repeats` calls of each variant.
+
+  The variants run in turn (A B C A B C ...), so that a drift of the clocks meets
+  all of them alike, and each call takes the next input set, so that no call
+  finds the inputs of the one before it in the L2. One CUPTI session covers all
+  the rounds.
+
+  Args:
+    variants: jitted or compiled functions of one input set.
+    input_sets: arguments to rotate over.
+    repeats: calls of each variant.
+    burn_in_s: seconds of the same interleaved load before the measured calls.
+      0 measures a burst at the clocks of a cool chip; some tens of seconds
+      measure the clocks that the chip sustains.
+
+  Raises:
+    RuntimeError: a call launched other kernels than its variant did at first,
+      so that the times cannot be told apart.
+  """
+  # Which kernels belong to a variant is learnt from one call of it alone.
+  kernel_names = {}
+  for name, variant in variants.items():
+    call = _once(variant, input_sets[0])
+    kernel_names[name] = [kernel for kernel, _ in _measure(call, call, detach=False)]
+
+  def session() -> list[jax.Array]:
+    sets = itertools.cycle(input_sets)
+    # The results of a round are kept while memory allows, so that a call does not
+    # write to what the one before it has just written; the profiler waits for them.
+    results: collections.deque[jax.Array] = collections.deque()
+    for _ in range(repeats):
+      for variant in variants.values():
+        result = variant(*next(sets))
+        results.append(result)
+        affordable = max(1, _MAX_RESULTS_BYTES // max(result.nbytes, 1))
+        if len(results) > min(len(variants), affordable):
+          results.popleft()
+    return list(results)
+
+  def burn_in() -> list[jax.Array]:
+    results = session()
+    end = time.monotonic() + burn_in_s
+    while time.monotonic() < end:
+      results = jax.block_until_ready(session())
+    return results
+
+  kernels = iter(_measure(burn_in, session, detach=True))
+  times_us: dict[Name, list[float]] = {name: [] for name in variants}
+  for _ in range(repeats):
+    for name in variants:
+      times_us[name].append(_take(kernels, name, kernel_names[name]))
+  if extra := list(kernels):
+    raise RuntimeError(f"{len(extra)} kernels more than expected: {extra[0][0]} ...")
+  return times_us
+
+
+class _Session(jax.stages.Wrapped):
+  """Two functions in the form that `Cupti.measure` takes.
+
+  It would jit a plain function; a stages.Wrapped it calls as it is: first
+  to warm up, then for the measurement.
+  """
+
+  def __init__(self, warm_up: Callable[[], object], timed: Callable[[], object]):
+    self._phases = iter((warm_up, timed))
+
+  def __call__(self) -> object:
+    return next(self._phases)()
+
+
+def _measure(
+    warm_up: Callable[[], object], timed: Callable[[], object], *, detach: bool
+) -> Kernels:
+  """Returns the kernels of `timed`; CUPTI stays attached unless told to detach."""
+  cupti = profiler.Cupti(finalize=detach)
+  _, kernels = cupti.measure(_Session(warm_up, timed), aggregate=False)()
+  if kernels is None:
+    raise RuntimeError("CUPTI saw no kernel: nothing to time")
+  return kernels
+
+
+def _once(
+    variant: Callable[..., jax.Array], arguments: tuple[jax.Array, ...]
+) -> Callable[[], jax.Array]:
+  return lambda: variant(*arguments)
+
+
+def _take(
+    kernels: Iterator[tuple[str, float]], name: Hashable, expected: Sequence[str]
+) -> float:
+  """Returns the microseconds of the next call, whose kernels are `expected`."""
+  call = list(itertools.islice(kernels, len(expected)))
+  if [kernel for kernel, _ in call] != list(expected):
+    raise RuntimeError(
+        f"a call of {name!r} launched {[kernel for kernel, _ in call]}, its first"
+        f" call {list(expected)}"
+    )
+  return 1e3 * sum(time_ms for _, time_ms in call)

@@ -1,0 +1,160 @@
+"""The user's own measured plans: what jaxgemm.autotune stores, and every plan reads.
+
+One JSON file for each kind of device, version of JAX and version of the kernels:
+
+  {"device": "NVIDIA H200", "jax": "0.11.2", "kernels": 1, "rows": [...]}
+
+with rows as in jaxgemm/table.py. It lies in the folder $JAXGEMM_CACHE_DIR, or in the
+platform's cache folder for jaxgemm; with JAXGEMM_CACHE_DIR set to nothing there is
+no such table. It is a cache: whatever is wrong with it, it is ignored with one
+warning, and the next row that is stored replaces it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+import json
+import os
+from pathlib import Path
+import tempfile
+import threading
+import warnings
+
+import jax
+
+from jaxgemm import table
+from jaxgemm.device import Device
+from jaxgemm.table import Row
+from pallas_kernels import KERNEL_VERSION
+from pallas_kernels.problem import Problem
+
+ENVIRONMENT = "JAXGEMM_CACHE_DIR"
+_LOCK_TIMEOUT_S = 60.0
+
+Rows = dict[Problem, Row]
+
+_lock = threading.RLock()
+_loaded: dict[str, Rows] = {}  # By kind of device.
+_warned: set[Path | None] = set()
+
+
+class TableWarning(UserWarning):
+  """The user's table of measured plans cannot be read or written."""
+
+
+def lookup(problem: Problem, device: Device) -> Row | None:
+  """The user's measured plan of this problem on this device, or None."""
+  rows = _loaded.get(device.kind)
+  return (_load(device.kind) if rows is None else rows).get(problem)
+
+
+def path(kind: str) -> Path | None:
+  """The table of a device for these versions; None where there is no folder for it."""
+  folder = _folder()
+  if folder is None:
+    return None
+  stem = table.file_name(kind).removesuffix(".json").replace("/", "_")
+  return folder / f"{stem}-jax{jax.__version__}-kernels{KERNEL_VERSION}.json"
+
+
+def store(rows: Iterable[Row], kind: str) -> None:
+  """Merges rows into the table of a device, on the disk and in this process.
+
+  What other processes have stored meanwhile is kept. Where the file cannot be
+  written, a TableWarning says so, and the rows hold in this process alone.
+  """
+  rows = {row.problem: row for row in rows}
+  with _lock:
+    file = path(kind)
+    try:
+      merged = _merge(file, kind, rows)
+    except (OSError, NotImplementedError) as error:  # The latter: no file locks here.
+      _warn(file, f"cannot be written, and its plans hold in this process alone: {error}")
+      merged = _load(kind) | rows
+    _loaded[kind] = merged
+
+
+def forget() -> None:
+  """Makes the next lookup read the tables anew."""
+  with _lock:
+    _loaded.clear()
+    _warned.clear()
+
+
+def _folder() -> Path | None:
+  value = os.environ.get(ENVIRONMENT)
+  if value is not None:
+    return Path(value).expanduser() if value else None
+  try:
+    import platformdirs
+  except ImportError:  # It comes with the extra that also brings the tuner.
+    return None
+  return platformdirs.user_cache_path("jaxgemm", appauthor=False)
+
+
+def _load(kind: str) -> Rows:
+  """The rows of a device, from the disk if they have not been read yet."""
+  with _lock:  # Else two threads would both read, and both warn.
+    if kind not in _loaded:
+      file = path(kind)
+      # Should warnings be errors, the table is still read and named once only.
+      _loaded[kind] = {}
+      if file is not None:
+        _loaded[kind] = _read(file, kind)
+    return _loaded[kind]
+
+
+def _read(file: Path, kind: str) -> Rows:
+  """The rows of a file: none if there is no file, or with a warning, if it is bad."""
+  try:
+    content = json.loads(file.read_text(encoding="utf-8"))
+    for name, value in _header(kind).items():
+      if content[name] != value:
+        raise ValueError(f"{name} is {content[name]!r}, not {value!r}")
+    return {row.problem: row for row in table.parse(content, kind)}
+  except FileNotFoundError:
+    return {}
+  # A file that anyone may have written fails in ways that no list names, and a
+  # product must not fail with it.
+  except Exception as error:
+    _warn(file, f"is ignored: {type(error).__name__}: {error}")
+    return {}
+
+
+def _header(kind: str) -> dict[str, object]:
+  return {"device": kind, "jax": jax.__version__, "kernels": KERNEL_VERSION}
+
+
+def _warn(file: Path | None, what: str) -> None:
+  if file not in _warned:
+    _warned.add(file)
+    name = file or f"(no folder: {ENVIRONMENT} is empty, or platformdirs missing)"
+    warnings.warn(f"jaxgemm's table {name} {what}", TableWarning, stacklevel=2)
+
+
+def _merge(file: Path | None, kind: str, rows: Rows) -> Rows:
+  """The rows of the file and these, written back; raises OSError."""
+  import filelock  # The extra `autotune` brings it: reading needs no lock.
+
+  if file is None:
+    raise OSError("it has no folder")
+  file.parent.mkdir(parents=True, exist_ok=True)
+  with filelock.FileLock(f"{file}.lock", timeout=_LOCK_TIMEOUT_S):
+    merged = _read(file, kind) | rows
+    content = _header(kind) | {"rows": [table.as_json(row) for row in merged.values()]}
+    _replace(file, json.dumps(content, indent=1) + "\n")
+  return merged
+
+
+def _replace(file: Path, text: str) -> None:
+  """Writes a file so that no reader ever sees a part of it."""
+  descriptor, name = tempfile.mkstemp(dir=file.parent, prefix=f"{file.name}.")
+  try:
+    with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+      stream.write(text)
+      stream.flush()
+      os.fsync(stream.fileno())  # Else a crash may leave the new name without its text.
+    os.replace(name, file)
+  except BaseException:
+    os.unlink(name)
+    raise
