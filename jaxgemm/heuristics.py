@@ -48,24 +48,25 @@ class Candidate:
 class Model:
   """Constants of the cost model; times in us, rates in bytes/us of one SM."""
 
-  launch: float = 0.169  # First instruction to first load, and the way out.
-  roles: float = 0.533  # Of a kernel with a producer: to part the registers.
-  latency: float = 0.911  # From asking for a tile to having it.
-  l2_rate: float = 84.7e3  # L2 to shared memory.
-  store_rate: float = 217e3  # Registers to memory.
-  epilogue: float = 0.385  # Of a tile, beside its bytes.
-  step: float = 0.00319  # Barriers and bookkeeping of a k tile.
-  narrow: float = 1.46  # Columns' worth of time that each wgmma adds.
-  solo: float = 1.56  # One warpgroup alone does not fill the tensor cores.
-  masked: float = 2.18  # Masked stores against TMA's.
-  promotion: float = 0.0372  # Of the sums, once.
-  exchange: float = 0.286  # Of sums within a cluster, beside their bytes.
-  exchange_rate: float = 19.2e3  # Through distributed shared memory.
-  memory: float = 1.07  # Share of the bandwidth that a product reaches.
-  reduce: float = 2.24  # Launch of the kernel that adds the parts of split-k.
-  reduce_rate: float = 1.85e6  # Its bytes, out of the L2; of the whole chip.
-  pass_launch: float = 0.755  # Launch of a pass over an operand.
-  pass_rate: float = 3.87e6  # Bytes read and written; of the whole chip.
+  launch: float = 0.0244  # First instruction to first load, and the way out.
+  roles: float = 0.723  # Of a kernel with a producer: to part the registers.
+  latency: float = 1.15  # From asking for a tile to having it.
+  l2_rate: float = 119e3  # L2 to shared memory.
+  store_rate: float = 168e3  # Registers to memory.
+  epilogue: float = 0.0777  # Of a tile, beside its bytes.
+  step: float = 0.0264  # Barriers and bookkeeping of a k tile.
+  narrow: float = 1.38  # Columns' worth of time that each wgmma adds.
+  restart: float = 0.16  # Of a CTA for each tile, where none is persistent.
+  solo: float = 1.14  # One warpgroup alone does not fill the tensor cores.
+  masked: float = 5.76  # Masked stores against TMA's.
+  promotion: float = 0.0277  # Of the sums, once.
+  exchange: float = 0.0694  # Of sums within a cluster, beside their bytes.
+  exchange_rate: float = 14.4e3  # Through distributed shared memory.
+  memory: float = 1.19  # Share of the bandwidth that a product reaches.
+  reduce: float = 2.35  # Launch of the kernel that adds the parts of split-k.
+  reduce_rate: float = 3.12e6  # Its bytes, out of the L2; of the whole chip.
+  pass_launch: float = 0.675  # Launch of a pass over an operand.
+  pass_rate: float = 3.43e6  # Bytes read and written; of the whole chip.
 
 
 MODEL = Model()
@@ -75,12 +76,14 @@ MODEL = Model()
 def candidates(problem: Problem, device: Device) -> tuple[Candidate, ...]:
   """Every candidate for a problem, the fastest by estimate first."""
   found = []
+  if problem.dtype == "float32":
+    found.append(_xla(problem, device))
+    if min(problem.m, problem.n, problem.k) < _LEAST_TF32:
+      return tuple(found)
   for kernel, config in _configs(problem, device):
     if KERNELS[kernel].supports(problem, config) is None:
       time_us, reason = estimate(problem, kernel, config, device)
       found.append(Candidate(kernel, config, time_us, reason))
-  if problem.dtype == "float32":
-    found.append(_xla(problem, device))
   return tuple(sorted(found, key=lambda candidate: candidate.time_us))
 
 
@@ -97,6 +100,7 @@ _PIPELINED_TILES = (
     (128, 128, 3), (64, 256, 3), (64, 128, 4), (128, 64, 4), (64, 64, 6), (64, 32, 8),
 )
 _MAX_STAGES = 16
+_LEAST_TF32 = 16  # XLA multiplies smaller float32 operands without tensor cores.
 _BIG_TILE = 128 * 192  # From here on multicast has been seen to win.
 
 
@@ -199,37 +203,41 @@ def estimate(
   cluster = multicast * cluster_k
   at_once = device.num_sms if cluster == 1 else device.max_clusters(cluster) * cluster
   per_sm = tiles.cdiv(num_tiles, at_once)
-  together = min(resident, per_sm)  # CTAs that hide each other's waits.
 
   # One k tile of one CTA: multiplied, supplied, waited for.
   rate = device.matrix_tflops[problem.dtype] * 1e6 / device.num_sms  # FLOP/us
   wg_n = _wg_tile(config)[1]
   flops = 2 * config.tile_m * config.tile_n * config.tile_k
   matrix = flops / rate * (1 + model.narrow / wg_n)
-  if not specialised and together == 1:
-    matrix *= model.solo
   rows = config.tile_m  # Those beyond the last are not loaded, if lhs is k-major.
   if problem.lhs_layout == "k-major":
     rows = min(rows, problem.m)
   supply = (rows + config.tile_n / multicast) * tiles.SWIZZLE_BYTES / model.l2_rate
   # blocked has one slot, and loads nothing while it multiplies.
-  in_flight = together * max(getattr(config, "num_stages", 1) - 1, 0.5)
-  waiting = model.latency / in_flight
-  step = max(matrix, supply, waiting) + model.step / together
-  if config.promote:
-    step += model.promotion / config.promote
+  ahead = max(getattr(config, "num_stages", 1) - 1, 0.5)
+  promotion = model.promotion / config.promote if config.promote else 0.0
 
-  # The tiles of one SM. CTAs that share it store while others multiply, unless the
-  # stores are masked: those occupy the SM's own pipes.
+  # The epilogue of a tile. CTAs that share an SM store while others multiply, unless
+  # the stores are masked: those occupy the SM's own pipes.
   tile_elems = config.tile_m * config.tile_n
   store = tile_elems * out_bytes / (model.store_rate * cluster_k) + model.epilogue
-  if sums == 1 and problem.n * problem.out_itemsize % 16:
+  masked = sums == 1 and problem.n * problem.out_itemsize % 16
+  if masked:
     store *= model.masked
-  else:
-    store /= together
   if cluster_k > 1:
-    store += model.exchange + 4 * tile_elems / model.exchange_rate
-  busy = per_sm * (k_steps * step + store)
+    sent = 4 * tile_elems / (config.consumers if specialised else 1)
+    store += model.exchange + sent / model.exchange_rate
+
+  def busy_with(together: int) -> float:
+    """Time of as many tiles on one SM, at once: they hide each other's waits."""
+    alone = model.solo if not specialised and together == 1 else 1.0
+    step = max(matrix * alone, supply, model.latency / (together * ahead))
+    step += model.step / together + promotion
+    tile = k_steps * step + store / (1 if masked else together)
+    return together * (tile if specialised else tile + model.restart / together)
+
+  rounds, rest = divmod(per_sm, resident)
+  busy = rounds * busy_with(resident) + (busy_with(rest) if rest else 0.0)
 
   memory = problem.num_bytes / (device.bandwidth_tbps * 1e6 * model.memory)
   main = model.launch + model.latency + _soft_max(busy, memory)
