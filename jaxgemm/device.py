@@ -12,7 +12,7 @@ import functools
 import jax
 
 HOPPER = "9.0"
-_SURE_GPC_SMS = 14
+_CLUSTERS_OF_132_SMS = (132, 66, 38, 29, 21, 16, 14, 14)
 PORTABLE = ("8.0", "8.6", "8.9", HOPPER, "12.0")  # Where the portable kernel runs.
 
 
@@ -41,14 +41,13 @@ class Device:
   matrix_tflops: Mapping[str, float] = dataclasses.field(hash=False)
 
   def max_clusters(self, size: int) -> int:
-    """Clusters of `size` CTAs, one CTA an SM, that surely run at the same time.
+    """Clusters of `size` CTAs, one CTA an SM, that run at the same time.
 
-    A cluster lies within one GPC. How many SMs of each are at work differs from
-    chip to chip; seven of the eight or nine pairs of SMs can be counted on.
+    A cluster lies within one GPC, whose SMs it cannot always share out evenly. How
+    many of them work differs from chip to chip: this is one cluster less than the
+    driver (cudaOccupancyMaxActiveClusters) allowed on one H200.
     """
-    if size <= 2:
-      return self.num_sms // size
-    return self.num_sms // _SURE_GPC_SMS * (_SURE_GPC_SMS // size)
+    return _CLUSTERS_OF_132_SMS[size - 1] * self.num_sms // 132
 
 
 # Rates and bandwidth of the H200 are measured on normal data, for a burst; those

@@ -48,25 +48,25 @@ class Candidate:
 class Model:
   """Constants of the cost model; times in us, rates in bytes/us of one SM."""
 
-  launch: float = 0.0244  # First instruction to first load, and the way out.
-  roles: float = 0.723  # Of a kernel with a producer: to part the registers.
-  latency: float = 1.15  # From asking for a tile to having it.
-  l2_rate: float = 119e3  # L2 to shared memory.
-  store_rate: float = 168e3  # Registers to memory.
-  epilogue: float = 0.0777  # Of a tile, beside its bytes.
-  step: float = 0.0264  # Barriers and bookkeeping of a k tile.
-  narrow: float = 1.38  # Columns' worth of time that each wgmma adds.
-  restart: float = 0.16  # Of a CTA for each tile, where none is persistent.
-  solo: float = 1.14  # One warpgroup alone does not fill the tensor cores.
-  masked: float = 5.76  # Masked stores against TMA's.
-  promotion: float = 0.0277  # Of the sums, once.
-  exchange: float = 0.0694  # Of sums within a cluster, beside their bytes.
-  exchange_rate: float = 14.4e3  # Through distributed shared memory.
-  memory: float = 1.19  # Share of the bandwidth that a product reaches.
-  reduce: float = 2.35  # Launch of the kernel that adds the parts of split-k.
-  reduce_rate: float = 3.12e6  # Its bytes, out of the L2; of the whole chip.
-  pass_launch: float = 0.675  # Launch of a pass over an operand.
-  pass_rate: float = 3.43e6  # Bytes read and written; of the whole chip.
+  launch: float = 0.0102  # First instruction to first load, and the way out.
+  roles: float = 0.632  # Of a kernel with a producer: to part the registers.
+  latency: float = 1.13  # From asking for a tile to having it.
+  l2_rate: float = 142e3  # L2 to shared memory.
+  store_rate: float = 115e3  # Registers to memory.
+  epilogue: float = 0.0634  # Of a tile, beside its bytes.
+  step: float = 0.0431  # Barriers and bookkeeping of a k tile.
+  narrow: float = 0.605  # Columns' worth of time that each wgmma adds.
+  restart: float = 0.0715  # Of a CTA for each tile, where none is persistent.
+  solo: float = 0.817  # One warpgroup alone does not fill the tensor cores.
+  masked: float = 4.63  # Masked stores against TMA's.
+  promotion: float = 0.0375  # Of the sums, once.
+  exchange: float = 0.0575  # Of sums within a cluster, beside their bytes.
+  exchange_rate: float = 12.5e3  # Through distributed shared memory.
+  memory: float = 1  # Share of the bandwidth that a product reaches.
+  reduce: float = 2.41  # Launch of the kernel that adds the parts of split-k.
+  reduce_rate: float = 3.58e6  # Its bytes, out of the L2; of the whole chip.
+  pass_launch: float = 0.652  # Launch of a pass over an operand.
+  pass_rate: float = 2.9e6  # Bytes read and written; of the whole chip.
 
 
 MODEL = Model()
@@ -76,15 +76,17 @@ MODEL = Model()
 def candidates(problem: Problem, device: Device) -> tuple[Candidate, ...]:
   """Every candidate for a problem, the fastest by estimate first."""
   found = []
-  if problem.dtype == "float32":
-    found.append(_xla(problem, device))
-    if min(problem.m, problem.n, problem.k) < _LEAST_TF32:
-      return tuple(found)
   for kernel, config in _configs(problem, device):
     if KERNELS[kernel].supports(problem, config) is None:
       time_us, reason = estimate(problem, kernel, config, device)
       found.append(Candidate(kernel, config, time_us, reason))
-  return tuple(sorted(found, key=lambda candidate: candidate.time_us))
+  found.sort(key=lambda candidate: candidate.time_us)
+  if problem.dtype == "float32":
+    xla = _xla(problem, device)
+    exact = min(problem.m, problem.n, problem.k) < _LEAST_TF32
+    faster = [c for c in found if c.time_us < xla.time_us and not exact]
+    found = [*faster, xla, *found[len(faster):]]
+  return tuple(found)
 
 
 # -- Which configs there are -------------------------------------------------------
@@ -95,10 +97,9 @@ _PERSISTENT_TILES = (
     (64, 256, 2, "n"), (128, 64, 2, "m"),
     (64, 192, 1, "m"), (64, 128, 1, "m"), (64, 64, 1, "m"), (64, 32, 1, "m"),
 )
-# (tile_m, tile_n, stages)
-_PIPELINED_TILES = (
-    (128, 128, 3), (64, 256, 3), (64, 128, 4), (128, 64, 4), (64, 64, 6), (64, 32, 8),
-)
+# (tile_m, tile_n, stages), for results whose tiles all run at once. CTAs that come and
+# go fall out of step, and no longer ask the L2 for the same rows at the same time.
+_PIPELINED_TILES = ((64, 128, 4), (128, 64, 4), (64, 64, 6), (64, 32, 8))
 _MAX_STAGES = 16
 _LEAST_TF32 = 16  # XLA multiplies smaller float32 operands without tensor cores.
 _BIG_TILE = 128 * 192  # From here on multicast has been seen to win.
@@ -111,7 +112,8 @@ def _configs(problem: Problem, device: Device) -> Iterator[tuple[str, Config]]:
   for tile_m, tile_n in ((128, 128), (64, 64)):
     yield "blocked", BlockedConfig(tile_m, tile_n, tile_k, promote)
   for tile_m, tile_n, num_stages in _PIPELINED_TILES:
-    if not _wasteful(problem, tile_m, tile_n):
+    at_once = _num_tiles(problem, tile_m, tile_n) <= 2 * device.num_sms
+    if at_once and not _wasteful(problem, tile_m, tile_n):
       yield "pipelined", PipelinedConfig(tile_m, tile_n, tile_k, num_stages, promote)
   for tile_m, tile_n, consumers, wg_dim in _PERSISTENT_TILES:
     if _wasteful(problem, tile_m, tile_n):
@@ -134,6 +136,10 @@ def _configs(problem: Problem, device: Device) -> Iterator[tuple[str, Config]]:
       yield "split_k", SplitKConfig(**split, num_stages=stages)
 
 
+def _num_tiles(problem: Problem, tile_m: int, tile_n: int) -> int:
+  return problem.batch * tiles.cdiv(problem.m, tile_m) * tiles.cdiv(problem.n, tile_n)
+
+
 def _wasteful(problem: Problem, tile_m: int, tile_n: int) -> bool:
   """Whether more than half of the tile lies outside the result, needlessly."""
   return tile_m > 2 * max(problem.m, 64) or tile_n > 2 * max(problem.n, 64)
@@ -148,9 +154,7 @@ def _stages(problem: Problem, kernel: str, config) -> int:
 
 def _splits(problem, device, tile_m, tile_n, k_steps) -> list[tuple[int, int]]:
   """(splits, cluster_k) that fill the SMs once, or half or two thirds of them."""
-  num_tiles = (
-      problem.batch * tiles.cdiv(problem.m, tile_m) * tiles.cdiv(problem.n, tile_n)
-  )
+  num_tiles = _num_tiles(problem, tile_m, tile_n)
   most = min(device.num_sms // num_tiles, k_steps // 2)
   found = []
   for wanted in {most, most // 2, most * 2 // 3}:
