@@ -243,7 +243,7 @@ def estimate(
   rounds, rest = divmod(per_sm, resident)
   busy = rounds * busy_with(resident) + (busy_with(rest) if rest else 0.0)
 
-  memory = problem.num_bytes / (device.bandwidth_tbps * 1e6 * model.memory)
+  memory = _num_bytes(problem) / (device.bandwidth_tbps * 1e6 * model.memory)
   main = model.launch + model.latency + _soft_max(busy, memory)
   if specialised:
     main += model.roles
@@ -283,23 +283,36 @@ def _extra(
     partial_bytes = 4 * problem.batch * problem.m * problem.n * sums
     time += model.reduce + partial_bytes / model.reduce_rate
     names.append("adding the parts")
+  for name, num_bytes in _passes(problem, wg_tile):
+    time += model.pass_launch + 2 * num_bytes / model.pass_rate
+    names.append(name)
+  return time, "".join(f", + {name}" for name in names)
+
+
+@functools.lru_cache(maxsize=1024)
+def _passes(problem: Problem, wg_tile: tuple[int, int]) -> tuple[tuple[str, int], ...]:
+  """The passes over operands, each with the bytes of its operand."""
+  found = []
   for name, shape, k_major, wg_mn in (
       ("lhs", problem.lhs_shape, problem.lhs_layout == "k-major", wg_tile[0]),
       ("rhs", problem.rhs_shape, problem.rhs_layout == "k-major", wg_tile[1]),
   ):
     what = pass_over(problem, shape, k_major, wg_mn)
     if what is not None:
-      time += model.pass_launch
-      time += 2 * math.prod(shape) * problem.itemsize / model.pass_rate
-      names.append(f"{what} {name}")
-  return time, "".join(f", + {name}" for name in names)
+      found.append((f"{what} {name}", math.prod(shape) * problem.itemsize))
+  return tuple(found)
+
+
+@functools.lru_cache(maxsize=1024)
+def _num_bytes(problem: Problem) -> int:
+  return problem.num_bytes
 
 
 def pass_over(problem: Problem, shape, k_major: bool, wg_mn: int) -> str | None:
   """What `tiles.prepare` does to an operand before the kernel, or None."""
   if problem.dtype == "float32":
     return "rounding" if k_major else "rounding and transposing"
-  way = tiles.way(problem.dtype, k_major, wg_mn)
+  way = tiles.way(*shape[1:], problem.dtype, k_major, wg_mn)
   return "padding" if tiles.needs_padding(*shape[1:], problem.dtype, way) else None
 
 

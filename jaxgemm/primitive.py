@@ -18,7 +18,6 @@ from jax.interpreters import ad, batching, mlir
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxgemm import dump_names
 from jaxgemm import precision as precisions
 from jaxgemm.checkpoint_policies import name_product
 from jaxgemm.dims import Dims, fold
@@ -326,4 +325,4 @@ batching.primitive_batchers[gemm_p] = _batch
 # Else jit hides its devices from lowering rules, and nothing can be partitioned.
 compat.requires_devices(gemm_p)
 # Else JAX's persistent cache would miss programs that have not changed.
-dump_names.keep_stable()
+compat.keep_dump_names_stable()

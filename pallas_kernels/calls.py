@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -97,6 +98,7 @@ def make_call(
   return Call(result, prepared, epilogue, tuple(inputs), interpret)
 
 
+@functools.lru_cache(maxsize=1024)  # A plan asks for the same few again and again.
 def epilogue_bytes(problem: Problem, wg_tile_n: int, num_wgs: int) -> int:
   """Shared memory of the epilogue of such a kernel on the chip."""
   return epilogues.make_epilogue(problem, wg_tile_n, num_wgs, emulated=False).smem_bytes

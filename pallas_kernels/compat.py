@@ -6,6 +6,7 @@ Every import of `jax._src` is here, so that a new JAX version is one file's work
 from __future__ import annotations
 
 from collections.abc import Callable
+import os
 import threading
 from typing import Any
 
@@ -16,7 +17,9 @@ from jax._src import sharding_impls as _sharding_impls
 from jax._src.interpreters import mlir as _mlir
 from jax._src.lax import lax as _lax
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as _interpret
+from jax.experimental.mosaic.gpu import dialect as _dialect
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
 
 # -- GPU interpret mode ------------------------------------------------------------
 
@@ -110,3 +113,33 @@ def lowering_mesh(ctx) -> tuple[int, Any, bool]:
   if isinstance(axis_context, _sharding_impls.ShardingContext):
     return axis_context.num_devices, axis_context.abstract_mesh, False
   return 1, None, False
+
+
+# -- Lowered modules ---------------------------------------------------------------
+
+_DUMP_NAME = "mosaic_gpu.dump_basename"
+
+
+def keep_dump_names_stable() -> None:
+  """Makes one of our kernels lower to the same bytes, whatever was lowered before.
+
+  JAX 0.11 names a kernel's debugging dumps by a count of all that the process has
+  lowered, and writes the name into the module: JAX's persistent compilation cache
+  then misses a program only because a tuner, or another thread, lowered something
+  first, and one kernel that a program runs twice compiles twice. Here its name alone
+  names it. JAX 0.12 leaves the name out.
+  """
+  dumping = any(name.startswith("MOSAIC_GPU_DUMP") for name in os.environ)
+  if jax.__version_info__ >= (0, 12) or dumping:
+    return
+  get_or_set = _dialect.get_or_set_dump_options
+
+  def with_stable_name(module: ir.Module):
+    attributes = module.operation.attributes
+    if "sym_name" in attributes and _DUMP_NAME not in attributes:
+      name = ir.StringAttr(attributes["sym_name"]).value
+      if name.startswith("jaxgemm_"):
+        attributes[_DUMP_NAME] = ir.StringAttr.get(name, context=module.context)
+    return get_or_set(module)
+
+  _dialect.get_or_set_dump_options = with_stable_name

@@ -6,11 +6,12 @@ Shared memory that wgmma reads is swizzled by 128 bytes and tiled by 8 rows x
   flat     k-major operands: one TMA copy of rank 2 into an untiled view of the
            slot. A slot is exactly 128 bytes wide, so that both views have the
            same byte order.
-  chunks   other operands, where each warpgroup multiplies 128 bytes of mn: the
-           slot is made of such chunks, and each is copied as a flat slot is.
-  tiled    other operands with wider shares: one TMA copy of rank 4 that tiles as
-           it copies. Each dimension of the array must be a multiple of the
-           8 x 128 byte tile, or smaller than it.
+  tiled    other operands: one TMA copy of rank 4 that tiles as it copies. Each
+           dimension of the array must be a multiple of the 8 x 128 byte tile, or
+           smaller than it.
+  chunks   other operands that do not fit, where each warpgroup multiplies 128
+           bytes of mn: the slot is made of such chunks, and each is copied as a
+           flat slot is.
 
 All want a row stride that is a multiple of 16 bytes; flat and chunks serve any
 size, as TMA fills what lies outside with zeros. `prepare` pads the operands that
@@ -21,6 +22,7 @@ memory a memory of its own, and has no rule about sizes.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -160,12 +162,13 @@ class Operand:
     return (slots[0], slots[1]) if union else (slots, slots)
 
 
-def way(dtype, k_major: bool, wg_mn: int) -> str:
-  """The way of an operand of which each warpgroup multiplies `wg_mn` rows (lhs) or
-  columns (rhs)."""
+def way(rows: int, cols: int, dtype, k_major: bool, wg_mn: int) -> str:
+  """The way of an operand stored [rows, cols], of which each warpgroup multiplies
+  `wg_mn` rows (lhs) or columns (rhs)."""
   if k_major:
     return "flat"
-  return "chunks" if wg_mn == swizzle_elems(dtype) else "tiled"
+  fits = not needs_padding(rows, cols, dtype, "tiled")
+  return "tiled" if fits or wg_mn != swizzle_elems(dtype) else "chunks"
 
 
 def needs_padding(rows: int, cols: int, dtype, way: str) -> bool:
@@ -245,8 +248,8 @@ def prepare(
   lhs_k_major, rhs_k_major = (
       layout == "k-major" for layout in (problem.lhs_layout, problem.rhs_layout)
   )
-  lhs_way = way(dtype, lhs_k_major, wg_tile[0])
-  rhs_way = way(dtype, rhs_k_major, wg_tile[1])
+  lhs_way = way(*lhs.shape[1:], dtype, lhs_k_major, wg_tile[0])
+  rhs_way = way(*rhs.shape[1:], dtype, rhs_k_major, wg_tile[1])
   return Prepared(
       pad_for_tma(lhs, dtype, lhs_way), pad_for_tma(rhs, dtype, rhs_way),
       Operand(
@@ -345,6 +348,7 @@ def rhs_step(problem: Problem) -> int:
   return 16 if reads_rhs_k_major(problem) else swizzle_elems(problem.dtype)
 
 
+@functools.lru_cache(maxsize=1024)
 def check_problem(problem: Problem) -> str | None:
   """Why no kernel serves this problem, or None."""
   if problem.dtype not in ALGORITHMS.values():

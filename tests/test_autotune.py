@@ -521,7 +521,7 @@ def test_a_later_process_lowers_to_the_same_module(folder):
 
 
 def test_a_kernel_lowers_to_the_same_bytes_each_time():
-  """Whatever was lowered before: see jaxgemm/dump_names.py."""
+  """Whatever was lowered before: see pallas_kernels/compat.py."""
   first, _, second = lowered_text(), collected(jaxgemm.matmul, A, B), lowered_text()
   assert first == second
 

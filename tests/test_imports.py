@@ -16,8 +16,7 @@ PACKAGES = ("pallas_kernels", "jaxgemm", "experiments", "tests")
 # Of jaxgemm's own modules, each may import only those before it.
 LAYERS = (
     ("device",),
-    ("contexts", "table", "heuristics", "dims", "precision", "reference", "recording",
-     "dump_names"),
+    ("contexts", "table", "heuristics", "dims", "precision", "reference", "recording"),
     ("triton_heuristics", "user_table"),
     ("plan", "product", "checkpoint_policies"),
     ("lowering",),
