@@ -153,14 +153,13 @@ def _stages(problem: Problem, kernel: str, config) -> int:
 
 
 def _splits(problem, device, tile_m, tile_n, k_steps) -> list[tuple[int, int]]:
-  """(splits, cluster_k) that fill the SMs once, or half or two thirds of them."""
+  """(splits, cluster_k) that fill the SMs once, as far as they can."""
   num_tiles = _num_tiles(problem, tile_m, tile_n)
   most = min(device.num_sms // num_tiles, k_steps // 2)
-  found = []
-  for wanted in {most, most // 2, most * 2 // 3}:
-    if wanted >= 2:
-      # With cdiv(k_steps, s) steps each, fewer splits may already cover k.
-      found.append((tiles.cdiv(k_steps, tiles.cdiv(k_steps, wanted)), 1))
+  if most < 2:
+    return []
+  # With cdiv(k_steps, s) steps each, fewer splits may already cover k.
+  found = [(tiles.cdiv(k_steps, tiles.cdiv(k_steps, most)), 1)]
   fit = [
       size for size in range(2, min(most, MAX_CTAS) + 1)
       if num_tiles <= device.max_clusters(size)

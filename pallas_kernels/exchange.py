@@ -40,7 +40,7 @@ from pallas_kernels import tiles
 
 MAX_CTAS = 8  # Of a cluster, on every GPU that has clusters.
 WG_THREADS = 128
-VECTOR = 4  # Sums that a thread parks at once: 16 bytes.
+VECTOR = 4  # Sums that a thread sends at once: 16 bytes.
 MIN_COLS = 16  # Narrowest share; the epilogue stores 32 bytes of a row or more.
 Ref = Any
 
@@ -69,7 +69,7 @@ class Exchange:
 
   @property
   def num_shares(self) -> int:
-    """CTAs that add up anything; the others only park."""
+    """CTAs that add up anything; the others only send."""
     return self.cols // self.share_cols
 
   @property
