@@ -6,6 +6,11 @@ where rounded float32 sums stay at 1e-7. A 16-bit result hides that; a float32
 result shows it. With `promote` the accumulator is added to ordinary registers,
 which round, every `promote` k tiles, and starts again from zero.
 
+wgmma writes its registers while the warpgroup runs on. Nothing ties their readers
+to the wait, so the compiler may move a conversion in front of it: with two k tiles
+unrolled it did, and lost three of eight products. The accumulator therefore leaves
+through an optimization barrier behind the wait.
+
 Source: the promotion of DeepGEMM's FP8 kernels, and "DeepSeek-V3 technical
 report" (2024), section 3.3.2.
 """
@@ -49,7 +54,7 @@ def sum_over_k(
   def part(first, count):
     def run(acc):
       multiply(acc, first, count)
-      return acc[...]
+      return lax.optimization_barrier(acc[...])
 
     return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
 

@@ -4,18 +4,25 @@
 
 Every CTA (or cluster of CTAs) walks over output tiles in the order of
 `tiles.tile_order`. Its producer warpgroup fills a ring of shared-memory slots
-through TMA; its consumers share out the tile along `wg_dim`, multiply out of the
-ring with wgmma, and store their shares:
+through TMA; its consumers multiply out of the ring with wgmma, and store. They
+share out each tile along `wg_dim`, "m" or "n":
 
   producer    load 0 | load 1 | ... | load of the next tile | ...
   consumers          | wgmma  | ... | epilogue, store       | wgmma ...
+
+or, with `wg_dim` "tile", take tiles in turn (ping-pong), so that the tensor cores
+work while a tile is stored:
+
+  producer    load of tile 0 | load of tile 1  | load of tile 2  | ...
+  consumer 0                 | wgmma of tile 0 | epilogue, store | wgmma of tile 2
+  consumer 1                                   | wgmma of tile 1 | epilogue, store
 
 With clusters, neighbours along m share the rhs tile and neighbours along n the
 lhs tile: each loads half of it and multicasts it to both.
 
 Barriers: see `ring`. Constraints: see `supports`.
-Source: the warp-specialised persistent schedule of CUTLASS 3 (sm90), and JAX's
-Pallas Mosaic GPU guide to Hopper matrix products.
+Source: the warp-specialised persistent schedules, cooperative and ping-pong, of
+CUTLASS 3 (sm90), and JAX's Pallas Mosaic GPU guide to Hopper matrix products.
 """
 
 from __future__ import annotations
@@ -35,10 +42,13 @@ from pallas_kernels.problem import PersistentConfig, Problem
 
 NAME = "persistent"
 Config = PersistentConfig
+MAX_BARRIERS = 32  # In one array of barriers.
 
 
 def wg_tile(config: PersistentConfig) -> tuple[int, int]:
   """The share of one consumer of the CTA's tile."""
+  if config.wg_dim == "tile":
+    return config.tile_m, config.tile_n
   if config.wg_dim == "m":
     return config.tile_m // config.consumers, config.tile_n
   return config.tile_m, config.tile_n // config.consumers
@@ -53,6 +63,8 @@ def check_config(problem: Problem, config: PersistentConfig) -> str | None:
     return f"tile_m={config.tile_m} over two warpgroups: each needs a multiple of 64"
   if config.num_stages < 2:
     return f"num_stages={config.num_stages}: a ring has at least 2 slots"
+  if config.wg_dim == "tile" and config.num_stages > MAX_BARRIERS // 2:
+    return f"num_stages={config.num_stages}: two teams have at most {MAX_BARRIERS // 2}"
   if config.cluster_m * config.cluster_n not in (1, 2):
     return (
         f"cluster_m={config.cluster_m}, cluster_n={config.cluster_n}: at most two CTAs"
@@ -89,10 +101,18 @@ def smem_bytes(problem: Problem, config: PersistentConfig) -> int:
   return ring + epilogue + tiles.BARRIER_BYTES
 
 
-def make_ring(prepared: tiles.Prepared, config: PersistentConfig) -> rings.Ring:
-  axis = ("cluster",)
+def num_teams(config: PersistentConfig) -> int:
+  """1, or 2 if the consumers take tiles in turn."""
+  return config.consumers if config.wg_dim == "tile" else 1
+
+
+def make_ring(
+    prepared: tiles.Prepared, config: PersistentConfig, k_steps: int
+) -> rings.Ring:
+  axis, teams = ("cluster",), num_teams(config)
   return rings.Ring(
-      prepared.lhs_operand, prepared.rhs_operand, config.num_stages, config.consumers,
+      prepared.lhs_operand, prepared.rhs_operand, config.num_stages,
+      config.consumers // teams, teams, k_steps,
       lhs_axes=axis if config.cluster_n > 1 else (),
       rhs_axes=axis if config.cluster_m > 1 else (),
   )
@@ -125,7 +145,8 @@ def run(
   `exchange` their sums.
   """
   wg_tile_shape = wg_tile(config)
-  ring, epilogue = make_ring(call.prepared, config), call.epilogue
+  ring, epilogue = make_ring(call.prepared, config, k_steps), call.epilogue
+  teams = num_teams(config)
   grid = ClusterGrid.of(problem, config, num_sms=num_sms, copies=copies)
 
   def _kernel(lhs_gmem, rhs_gmem, c_gmem, out_gmem, refs):
@@ -137,8 +158,7 @@ def run(
         index, m, n = grid.locate(local)
         batch, k = operand_origin(index)
         ring.produce(
-            lhs_gmem, rhs_gmem, refs, first_step=local * k_steps, num_steps=k_steps,
-            batch=batch, m=m, n=n, k=k,
+            lhs_gmem, rhs_gmem, refs, local=local, batch=batch, m=m, n=n, k=k
         )
 
       lax.fori_loop(jnp.int32(0), count, tile, None)
@@ -147,7 +167,10 @@ def run(
     def _multiply_and_store():
       share = wg_share(config, wg)
 
-      def tile(local, _):
+      first = wg if teams > 1 else jnp.int32(0)  # Of this consumer's tiles.
+
+      def tile(turn, _):
+        local = first + turn * teams
         index, m, n = grid.locate(local)
 
         def multiply(acc, first, count):
@@ -173,7 +196,8 @@ def run(
 
       if exchange is not None:
         exchange.start(refs, wg=wg)
-      lax.fori_loop(jnp.int32(0), count, tile, None)
+      turns = lax.div(count - first + teams - 1, jnp.int32(teams))
+      lax.fori_loop(jnp.int32(0), turns, tile, None)
       epilogue.finish()
 
     rings.specialise(wg, config.consumers, _load, _multiply_and_store)
@@ -199,6 +223,8 @@ class Share(NamedTuple):
 
 def wg_share(config: PersistentConfig, wg) -> Share:
   wg_m, wg_n = wg_tile(config)
+  if config.wg_dim == "tile":
+    return Share((0, None), (0, None), 0, 0)
   if config.wg_dim == "m":
     return Share((wg * wg_m, wg_m), (0, None), wg * wg_m, 0)
   return Share((0, None), (wg * wg_n, wg_n), 0, wg * wg_n)

@@ -174,7 +174,8 @@ class PersistentConfig:
     tile_m, tile_n, tile_k: tile of one CTA.
     num_stages: slots of the shared-memory ring.
     consumers: warpgroups that multiply, 1 or 2.
-    wg_dim: the dimension of the tile that two consumers share out.
+    wg_dim: the dimension of the tile that two consumers share out; with "tile" they
+      take whole tiles in turn.
     cluster_m, cluster_n: CTAs of a cluster along m or n; neighbours along m
       share the rhs tile, neighbours along n the lhs tile (multicast).
     grid_minor: the dimension along which consecutive CTAs walk first.
@@ -188,7 +189,7 @@ class PersistentConfig:
   tile_k: int = 64
   num_stages: int = 4
   consumers: int = 2
-  wg_dim: Literal["m", "n"] = "m"
+  wg_dim: Literal["m", "n", "tile"] = "m"
   cluster_m: int = 1
   cluster_n: int = 1
   grid_minor: Literal["m", "n"] = "m"

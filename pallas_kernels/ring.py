@@ -2,13 +2,18 @@
 
 Roles and barriers, for a ring of S slots:
 
-  barrier    arrives                                  waits
-  full[s]    the TMA copies of lhs and rhs            consumers, before wgmma
-  empty[s]   each consumer, one step after its wgmma  the producer, before TMA
+  barrier      arrives                                  waits
+  full[t,s]    the TMA copies of lhs and rhs            consumers, before wgmma
+  empty[t,s]   each consumer, one step after its wgmma  the producer, before TMA
 
 Steps are numbered without a break over all tiles of a CTA (step = local tile *
 k_steps + k step), so the producer loads the next tile while the consumers still
 multiply or store the last one.
+
+The consumers are one team (t = 0), which shares out each tile, or two teams, which
+take tiles in turn: one multiplies while the other stores. Both use the same slots,
+in the order of the steps, so neither overtakes the other. Each has barriers of its
+own: whoever waits on one must see all of its phases.
 """
 
 from __future__ import annotations
@@ -36,6 +41,8 @@ class Ring:
     lhs, rhs: the operands.
     num_stages: slots.
     num_consumers: warpgroups that read each slot.
+    teams: 1 or 2, see the module's docstring.
+    k_steps: slots that a tile takes.
     lhs_axes, rhs_axes: cluster axes over which a copy is multicast.
   """
 
@@ -43,12 +50,15 @@ class Ring:
   rhs: tiles.Operand
   num_stages: int
   num_consumers: int
+  teams: int
+  k_steps: int
   lhs_axes: tuple[str, ...] = ()
   rhs_axes: tuple[str, ...] = ()
 
   def scratch(self) -> dict[str, Any]:
     axes = (*self.lhs_axes, *self.rhs_axes)
-    arrivals = dict(num_arrivals=self.num_consumers, num_barriers=self.num_stages)
+    num_barriers = self.teams * self.num_stages
+    arrivals = dict(num_arrivals=self.num_consumers, num_barriers=num_barriers)
     if axes:
       empty = plgpu.ClusterBarrier(collective_axes=axes, **arrivals)
     else:
@@ -58,41 +68,53 @@ class Ring:
         "rhs_slots": self.rhs.slots(self.num_stages),
         "full": plgpu.Barrier(
             num_arrivals=self.lhs.num_copies + self.rhs.num_copies,
-            num_barriers=self.num_stages,
+            num_barriers=num_barriers,
         ),
         "empty": empty,
     }
 
-  def produce(self, lhs_gmem, rhs_gmem, refs, *, first_step, num_steps, batch, m, n, k):
-    """Loads `num_steps` k tiles of the output tile at element (m, n), from k on."""
+  def _slot(self, step):
+    return lax.rem(step, jnp.int32(self.num_stages))
+
+  def _barrier(self, barriers: Ref, step) -> Ref:
+    """The one of `barriers` that belongs to the slot and the team of `step`."""
+    index = self._slot(step)
+    if self.teams > 1:
+      team = lax.rem(lax.div(step, jnp.int32(self.k_steps)), jnp.int32(self.teams))
+      index = index + team * self.num_stages
+    return barriers.at[index]
+
+  def produce(self, lhs_gmem, rhs_gmem, refs, *, local, batch, m, n, k):
+    """Loads the `local`-th tile of this CTA, at element (m, n), from k on."""
     tile_k = self.lhs.tile_k
+    first_step = local * self.k_steps
 
-    def step(i, _):
-      slot = lax.rem(first_step + i, jnp.int32(self.num_stages))
+    def load(i, _):
+      step = first_step + i
+      slot = self._slot(step)
 
-      @pl.when(first_step + i >= self.num_stages)
+      @pl.when(step >= self.num_stages)
       def _wait_until_read():
-        plgpu.barrier_wait(refs["empty"].at[slot])
+        plgpu.barrier_wait(self._barrier(refs["empty"], step - self.num_stages))
 
       at = dict(batch=batch, k=k + i * tile_k)
-      full = refs["full"].at[slot]
+      full = self._barrier(refs["full"], step)
       self.lhs.load(lhs_gmem, refs["lhs_slots"], slot, full, mn=m, **at,
                     collective_axes=self.lhs_axes or None)
       self.rhs.load(rhs_gmem, refs["rhs_slots"], slot, full, mn=n, **at,
                     collective_axes=self.rhs_axes or None)
 
-    lax.fori_loop(jnp.int32(0), jnp.int32(num_steps), step, None)
+    lax.fori_loop(jnp.int32(0), jnp.int32(self.k_steps), load, None)
 
   def consume(self, acc, refs, *, first_step, num_steps, lhs_part, rhs_part):
     """acc += the product of `num_steps` slots; one wgmma stays in flight.
 
     `lhs_part` and `rhs_part` are (start, size): this warpgroup's share.
     """
-    num_stages = jnp.int32(self.num_stages)
 
-    def step(i, _):
-      slot = lax.rem(first_step + i, num_stages)
-      plgpu.barrier_wait(refs["full"].at[slot])
+    def multiply(i, _):
+      slot = self._slot(first_step + i)
+      plgpu.barrier_wait(self._barrier(refs["full"], first_step + i))
       plgpu.wgmma(
           acc,
           self.lhs.view(refs["lhs_slots"], slot, *lhs_part),
@@ -102,13 +124,11 @@ class Ring:
 
       @pl.when(i > 0)
       def _free_the_last_slot():
-        plgpu.barrier_arrive(refs["empty"].at[lax.rem(first_step + i - 1, num_stages)])
+        plgpu.barrier_arrive(self._barrier(refs["empty"], first_step + i - 1))
 
-    lax.fori_loop(jnp.int32(0), jnp.int32(num_steps), step, None)
+    lax.fori_loop(jnp.int32(0), jnp.int32(num_steps), multiply, None)
     plgpu.wgmma_wait(0)
-    plgpu.barrier_arrive(
-        refs["empty"].at[lax.rem(first_step + num_steps - 1, num_stages)]
-    )
+    plgpu.barrier_arrive(self._barrier(refs["empty"], first_step + num_steps - 1))
 
   def drain(self, refs, *, total_steps):
     """The producer's last act: waits until every slot has been read.
@@ -118,8 +138,7 @@ class Ring:
     pending = lax.min(total_steps, jnp.int32(self.num_stages))
 
     def wait(i, _):
-      slot = lax.rem(total_steps - pending + i, jnp.int32(self.num_stages))
-      plgpu.barrier_wait(refs["empty"].at[slot])
+      plgpu.barrier_wait(self._barrier(refs["empty"], total_steps - pending + i))
 
     lax.fori_loop(jnp.int32(0), pending, wait, None)
 

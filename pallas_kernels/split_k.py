@@ -53,6 +53,8 @@ def supports(problem: Problem, config: SplitKConfig) -> str | None:
     )
   if config.cluster_k > 1 and config.cluster != config.cluster_k:
     return f"cluster_k={config.cluster_k} excludes cluster_m and cluster_n"
+  if config.wg_dim == "tile":
+    return "wg_dim=tile: a CTA of split_k rarely has a second tile to multiply"
   return (
       tiles.check_problem(problem)
       or persistent.check_config(stored_problem(problem, config), config)

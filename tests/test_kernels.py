@@ -63,7 +63,7 @@ def test_sizes_below_one_tile(kernel, size):
   check(kernel, make_problem(*size), small_config(kernel))
 
 
-@pytest.mark.parametrize("wg_dim", ["m", "n"])
+@pytest.mark.parametrize("wg_dim", ["m", "n", "tile"])
 @pytest.mark.parametrize("cluster", [(1, 1), (2, 1), (1, 2)], ids=str)
 def test_clusters(cluster, wg_dim):
   """Odd numbers of tiles: a cluster's second CTA then works outside the result."""
@@ -74,7 +74,7 @@ def test_clusters(cluster, wg_dim):
 
 
 @pytest.mark.parametrize("tile_n", [64, 128, 192])
-@pytest.mark.parametrize("wg_dim", ["m", "n"])
+@pytest.mark.parametrize("wg_dim", ["m", "n", "tile"])
 def test_many_short_tiles_a_cta(wg_dim, tile_n):
   """One k step a tile: the epilogue of a tile follows hard on the last one's.
 
@@ -84,6 +84,16 @@ def test_many_short_tiles_a_cta(wg_dim, tile_n):
     tile_n += 64
   config = small_config("persistent", tile_n=tile_n, wg_dim=wg_dim)
   check("persistent", make_problem(256, 576, 64, "NT"), config, num_sms=1)
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
+@pytest.mark.parametrize("k", [64, 128, 320])
+def test_consumers_that_take_tiles_in_turn(num_stages, k):
+  """Tiles longer and shorter than the ring; an odd and an even number of them a CTA."""
+  config = small_config(
+      "persistent", tile_m=64, tile_n=64, num_stages=num_stages, wg_dim="tile"
+  )
+  check("persistent", make_problem(100, 300, k, "TN"), config, num_sms=3)
 
 
 @pytest.mark.parametrize("tile_n", [16, 32, 48])
