@@ -48,25 +48,32 @@ class Candidate:
 class Model:
   """Constants of the cost model; times in us, rates in bytes/us of one SM."""
 
-  launch: float = 0.0102  # First instruction to first load, and the way out.
-  roles: float = 0.632  # Of a kernel with a producer: to part the registers.
-  latency: float = 1.13  # From asking for a tile to having it.
-  l2_rate: float = 142e3  # L2 to shared memory.
-  store_rate: float = 115e3  # Registers to memory.
-  epilogue: float = 0.0634  # Of a tile, beside its bytes.
-  step: float = 0.0431  # Barriers and bookkeeping of a k tile.
-  narrow: float = 0.605  # Columns' worth of time that each wgmma adds.
-  restart: float = 0.0715  # Of a CTA for each tile, where none is persistent.
-  solo: float = 0.817  # One warpgroup alone does not fill the tensor cores.
-  masked: float = 4.63  # Masked stores against TMA's.
-  promotion: float = 0.0375  # Of the sums, once.
-  exchange: float = 0.0575  # Of sums within a cluster, beside their bytes.
-  exchange_rate: float = 12.5e3  # Through distributed shared memory.
-  memory: float = 1  # Share of the bandwidth that a product reaches.
-  reduce: float = 2.41  # Launch of the kernel that adds the parts of split-k.
-  reduce_rate: float = 3.58e6  # Its bytes, out of the L2; of the whole chip.
-  pass_launch: float = 0.652  # Launch of a pass over an operand.
-  pass_rate: float = 2.9e6  # Bytes read and written; of the whole chip.
+  launch: float = 0.0039  # First instruction to first load, and the way out.
+  roles: float = 0.595  # Of a kernel with a producer: to part the registers.
+  team: float = 0.683  # Of the second consumer, to get going.
+  cluster: float = 0.0721  # Of each CTA of a cluster, to be launched together.
+  latency: float = 1.19  # From asking for a tile to having it.
+  l2_rate: float = 150e3  # L2 to shared memory.
+  short_rows: float = 0.375  # Of operands copied in rows of 128 bytes; less if longer.
+  crooked_rows: float = 1.07  # The same, where rows begin in the midst of 128 bytes.
+  reread: float = 0.525  # Share of an operand that each second tile fetches anew.
+  load_rate: float = 21.6e3  # Memory to shared memory through registers.
+  store_rate: float = 38.5e3  # Registers of a warpgroup to memory.
+  epilogue: float = 0.00909  # Of a tile, beside its bytes.
+  step: float = 0.0305  # Barriers and bookkeeping of a k tile.
+  narrow: float = 0.665  # Columns' worth of time that each wgmma adds.
+  restart: float = 0.0129  # Of a CTA for each tile, where none is persistent.
+  solo: float = 0.937  # Of pipelined's steps, where one CTA has an SM to itself.
+  single: float = 1  # One warpgroup at a time does not fill the tensor cores.
+  masked: float = 3.85  # Masked stores against TMA's.
+  promotion: float = 0.0217  # Of the sums, once.
+  exchange: float = 0.1  # Of sums within a cluster, beside their bytes.
+  exchange_rate: float = 15.7e3  # Through distributed shared memory.
+  memory: float = 1.37  # Share of the bandwidth that a product reaches.
+  reduce: float = 3.43  # Launch of the kernel that adds the parts of split-k.
+  reduce_rate: float = 2.05e6  # Its bytes, out of the L2; of the whole chip.
+  pass_launch: float = 0.638  # Launch of a pass over an operand.
+  pass_rate: float = 4.62e6  # Bytes read and written; of the whole chip.
 
 
 MODEL = Model()
@@ -93,9 +100,15 @@ def candidates(problem: Problem, device: Device) -> tuple[Candidate, ...]:
 
 # (tile_m, tile_n, consumers, wg_dim)
 _PERSISTENT_TILES = (
-    (128, 256, 2, "m"), (256, 128, 2, "m"), (128, 192, 2, "m"), (128, 128, 2, "m"),
-    (64, 256, 2, "n"), (128, 64, 2, "m"),
+    (128, 256, 2, "m"), (256, 128, 2, "m"), (192, 256, 2, "n"), (128, 224, 2, "m"),
+    (128, 192, 2, "m"), (192, 128, 2, "n"), (128, 160, 2, "m"), (128, 128, 2, "m"),
+    (64, 256, 2, "n"), (128, 64, 2, "m"), (128, 128, 1, "m"), (128, 64, 1, "m"),
     (64, 192, 1, "m"), (64, 128, 1, "m"), (64, 64, 1, "m"), (64, 32, 1, "m"),
+)
+# The same for consumers that take tiles in turn.
+_PING_PONG_TILES = (
+    (128, 192, 2, "tile"), (192, 128, 2, "tile"), (128, 128, 2, "tile"),
+    (64, 256, 2, "tile"), (64, 128, 2, "tile"),
 )
 # (tile_m, tile_n, stages), for results whose tiles all run at once. CTAs that come and
 # go fall out of step, and no longer ask the L2 for the same rows at the same time.
@@ -115,25 +128,43 @@ def _configs(problem: Problem, device: Device) -> Iterator[tuple[str, Config]]:
     at_once = _num_tiles(problem, tile_m, tile_n) <= 2 * device.num_sms
     if at_once and not _wasteful(problem, tile_m, tile_n):
       yield "pipelined", PipelinedConfig(tile_m, tile_n, tile_k, num_stages, promote)
-  for tile_m, tile_n, consumers, wg_dim in _PERSISTENT_TILES:
+  for tile_m, tile_n, consumers, wg_dim in (*_PERSISTENT_TILES, *_PING_PONG_TILES):
     if _wasteful(problem, tile_m, tile_n):
       continue
+    if wg_dim == "tile" and _num_tiles(problem, tile_m, tile_n) <= device.num_sms:
+      continue  # Nobody's turn comes.
     shape = dict(
         tile_m=tile_m, tile_n=tile_n, tile_k=tile_k, consumers=consumers, wg_dim=wg_dim
     )
     stages = _stages(problem, "persistent", PersistentConfig(**shape, num_stages=0))
     whole = dict(shape, num_stages=stages, promote=promote)
+    loads = consumers == 1 and problem.itemsize == 2
+    loads = loads and _passes(problem, (tile_m, tile_n))
+    if loads:
+      yield "persistent", _by_loads(PersistentConfig(**whole))
     if tile_m * tile_n >= _BIG_TILE and problem.m > tile_m:
       # First among equals: multicast moves less data, which tells when clocks fall.
       yield "persistent", PersistentConfig(**whole, cluster_m=2)
     yield "persistent", PersistentConfig(**whole)
+    if wg_dim == "tile":
+      continue
     for splits, cluster_k in _splits(problem, device, tile_m, tile_n, k_steps):
       split = dict(
           shape, splits=splits, cluster_k=cluster_k,
           promote=promotion(problem, tiles.cdiv(k_steps, splits)),
       )
       stages = _stages(problem, "split_k", SplitKConfig(**split, num_stages=0))
-      yield "split_k", SplitKConfig(**split, num_stages=stages)
+      whole = SplitKConfig(**split, num_stages=stages)
+      yield "split_k", whole
+      if loads:
+        yield "split_k", _by_loads(whole)
+
+
+def _by_loads(config: PersistentConfig) -> PersistentConfig:
+  """The same, but operands that TMA cannot take are loaded through registers."""
+  producers = persistent.LOADING_PRODUCERS
+  stages = config.num_stages // producers * producers
+  return dataclasses.replace(config, pad=False, num_stages=stages)
 
 
 def _num_tiles(problem: Problem, tile_m: int, tile_n: int) -> int:
@@ -209,27 +240,38 @@ def estimate(
 
   # One k tile of one CTA: multiplied, supplied, waited for.
   rate = device.matrix_tflops[problem.dtype] * 1e6 / device.num_sms  # FLOP/us
-  wg_n = _wg_tile(config)[1]
+  wg_m, wg_n = _wg_tile(config)
+  in_turn = specialised and config.wg_dim == "tile"
   flops = 2 * config.tile_m * config.tile_n * config.tile_k
   matrix = flops / rate * (1 + model.narrow / wg_n)
+  if specialised and (in_turn or config.consumers == 1):
+    matrix *= model.single
   rows = config.tile_m  # Those beyond the last are not loaded, if lhs is k-major.
   if problem.lhs_layout == "k-major":
     rows = min(rows, problem.m)
-  supply = (rows + config.tile_n / multicast) * tiles.SWIZZLE_BYTES / model.l2_rate
+  lhs_cost, rhs_cost = _row_costs(problem, config.tile_m, config.tile_n, model)
+  supply = rows * lhs_cost + config.tile_n * rhs_cost / multicast
+  supply *= tiles.SWIZZLE_BYTES / model.l2_rate
+  passes = _passes(problem, (wg_m, wg_n))
+  loaded = ()
+  if tiles.takes_loads(problem, config):
+    loaded, passes = tuple(operand for _, operand, _ in passes), ()
+    valid = {"lhs": min(rows, problem.m), "rhs": min(config.tile_n, problem.n)}
+    rows = sum(valid[operand] for operand in loaded)
+    supply = max(supply, rows * tiles.SWIZZLE_BYTES / model.load_rate)
   # blocked has one slot, and loads nothing while it multiplies.
   ahead = max(getattr(config, "num_stages", 1) - 1, 0.5)
   promotion = model.promotion / config.promote if config.promote else 0.0
 
   # The epilogue of a tile. CTAs that share an SM store while others multiply, unless
   # the stores are masked: those occupy the SM's own pipes.
-  tile_elems = config.tile_m * config.tile_n
-  store = tile_elems * out_bytes / (model.store_rate * cluster_k) + model.epilogue
+  elems = wg_m * wg_n
+  store = elems * out_bytes / (model.store_rate * cluster_k) + model.epilogue
   masked = sums == 1 and problem.n * problem.out_itemsize % 16
   if masked:
     store *= model.masked
   if cluster_k > 1:
-    sent = 4 * tile_elems / (config.consumers if specialised else 1)
-    store += model.exchange + sent / model.exchange_rate
+    store += model.exchange + 4 * elems / model.exchange_rate
 
   def busy_with(together: int) -> float:
     """Time of as many tiles on one SM, at once: they hide each other's waits."""
@@ -240,13 +282,28 @@ def estimate(
     return together * (tile if specialised else tile + model.restart / together)
 
   rounds, rest = divmod(per_sm, resident)
-  busy = rounds * busy_with(resident) + (busy_with(rest) if rest else 0.0)
+  if in_turn:  # Each tile but the last is stored while the next is multiplied.
+    tile = busy_with(1)
+    again = max(tile - store, tile / 2, store if masked else 0.0)
+    busy = tile + (per_sm - 1) * again
+  else:
+    busy = rounds * busy_with(resident) + (busy_with(rest) if rest else 0.0)
 
-  memory = _num_bytes(problem) / (device.bandwidth_tbps * 1e6 * model.memory)
+  lhs_bytes, rhs_bytes, other_bytes = _operand_bytes(problem)
+  if tiles_n > 1:
+    lhs_bytes *= 1 + model.reread
+  if tiles_m > 1:
+    rhs_bytes *= 1 + model.reread
+  memory = lhs_bytes * lhs_cost + rhs_bytes * rhs_cost + other_bytes
+  memory /= device.bandwidth_tbps * 1e6 * model.memory
   main = model.launch + model.latency + _soft_max(busy, memory)
   if specialised:
-    main += model.roles
-  extra, what = _extra(problem, _wg_tile(config), sums, model)
+    main += model.roles + model.team * (config.consumers - 1)
+  if cluster > 1:
+    main += model.cluster * cluster
+  extra, what = _extra(problem, passes, sums, model)
+  if loaded:
+    what += f", {' and '.join(loaded)} through registers"
   shape = f"{num_tiles} tiles, {per_sm} an SM, {k_steps} k tiles each"
   bound = "the memory" if memory > busy else "the SMs"
   return main + extra, f"{shape}; bound by {bound}{what}"
@@ -273,8 +330,12 @@ def _wg_tile(config: Config) -> tuple[int, int]:
   return config.tile_m, config.tile_n
 
 
+# What is done to an operand before the kernel, to which, and the bytes of that one.
+_Pass = tuple[str, str, int]
+
+
 def _extra(
-    problem: Problem, wg_tile: tuple[int, int], sums: int, model: Model
+    problem: Problem, passes: tuple[_Pass, ...], sums: int, model: Model
 ) -> tuple[float, str]:
   """Time of the passes beside the product, and their names."""
   time, names = 0.0, []
@@ -282,15 +343,14 @@ def _extra(
     partial_bytes = 4 * problem.batch * problem.m * problem.n * sums
     time += model.reduce + partial_bytes / model.reduce_rate
     names.append("adding the parts")
-  for name, num_bytes in _passes(problem, wg_tile):
+  for what, operand, num_bytes in passes:
     time += model.pass_launch + 2 * num_bytes / model.pass_rate
-    names.append(name)
+    names.append(f"{what} {operand}")
   return time, "".join(f", + {name}" for name in names)
 
 
 @functools.lru_cache(maxsize=1024)
-def _passes(problem: Problem, wg_tile: tuple[int, int]) -> tuple[tuple[str, int], ...]:
-  """The passes over operands, each with the bytes of its operand."""
+def _passes(problem: Problem, wg_tile: tuple[int, int]) -> tuple[_Pass, ...]:
   found = []
   for name, shape, k_major, wg_mn in (
       ("lhs", problem.lhs_shape, problem.lhs_layout == "k-major", wg_tile[0]),
@@ -298,13 +358,42 @@ def _passes(problem: Problem, wg_tile: tuple[int, int]) -> tuple[tuple[str, int]
   ):
     what = pass_over(problem, shape, k_major, wg_mn)
     if what is not None:
-      found.append((f"{what} {name}", math.prod(shape) * problem.itemsize))
+      found.append((what, name, math.prod(shape) * problem.itemsize))
   return tuple(found)
 
 
 @functools.lru_cache(maxsize=1024)
-def _num_bytes(problem: Problem) -> int:
-  return problem.num_bytes
+def _operand_bytes(problem: Problem) -> tuple[int, int, int]:
+  """Bytes of lhs, of rhs, and of everything else."""
+  lhs, rhs = (
+      math.prod(shape) * problem.itemsize
+      for shape in (problem.lhs_shape, problem.rhs_shape)
+  )
+  return lhs, rhs, problem.num_bytes - lhs - rhs
+
+
+def _row_costs(
+    problem: Problem, tile_m: int, tile_n: int, model: Model
+) -> tuple[float, float]:
+  """What it costs to fetch lhs and rhs, in multiples of their bytes.
+
+  A tile is fetched in rows: a k tile of a k-major operand, else the tile's whole
+  width. Short ones make poor use of the memory's pages and of the L2's lines.
+  """
+  costs = []
+  for k_major, tile_mn, mn in (
+      (problem.lhs_layout == "k-major", tile_m, problem.m),
+      (problem.rhs_layout == "k-major", tile_n, problem.n),
+  ):
+    row, stride = (0, problem.k) if k_major else (tile_mn, mn)
+    cost = 1.0
+    if row:
+      cost += model.short_rows * tiles.SWIZZLE_BYTES / (row * problem.itemsize)
+    if stride * problem.itemsize % tiles.SWIZZLE_BYTES:
+      width = row * problem.itemsize if row else tiles.SWIZZLE_BYTES
+      cost += model.crooked_rows * tiles.SWIZZLE_BYTES / width
+    costs.append(cost)
+  return costs[0], costs[1]
 
 
 def pass_over(problem: Problem, shape, k_major: bool, wg_mn: int) -> str | None:

@@ -197,7 +197,7 @@ def _named(
     config = kernel.Config()
     if name == "split_k":  # The heuristics split no small k, which the caller wants.
       for candidate in found:
-        if candidate.kernel == "persistent":
+        if candidate.kernel == "persistent" and candidate.config.wg_dim != "tile":
           config = kernel.Config(**vars(candidate.config), splits=2)
           break
   if name == triton.NAME:

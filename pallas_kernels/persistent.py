@@ -42,7 +42,9 @@ from pallas_kernels.problem import PersistentConfig, Problem
 
 NAME = "persistent"
 Config = PersistentConfig
+LOADING_PRODUCERS = 3  # Where registers load operands: see `num_producers`.
 MAX_BARRIERS = 32  # In one array of barriers.
+MAX_UNTRADED_SUMS = 64  # Registers of an accumulator beside producers that need some.
 
 
 def wg_tile(config: PersistentConfig) -> tuple[int, int]:
@@ -72,6 +74,20 @@ def check_config(problem: Problem, config: PersistentConfig) -> str | None:
     )
   if config.grid_width < 1:
     return f"grid_width={config.grid_width} must be at least 1"
+  if not config.pad:
+    if problem.itemsize != 2:
+      return f"pad=False: registers load 16-bit operands, not {problem.dtype}"
+    if config.cluster_m * config.cluster_n > 1:
+      return "pad=False excludes cluster_m and cluster_n: only TMA multicasts"
+    if config.consumers > 1:
+      return "pad=False leaves registers for one consumer"
+    if config.num_stages % num_producers(config):
+      return (
+          f"pad=False: num_stages={config.num_stages} must be a multiple of"
+          f" {LOADING_PRODUCERS}, the number of producers"
+      )
+    if wg_m * wg_n // accumulate.WG_THREADS > MAX_UNTRADED_SUMS:
+      return f"pad=False: {wg_m}x{wg_n} a warpgroup leaves too few registers to load"
   return (
       tiles.check_tile(problem, config.tile_m, config.tile_n, config.tile_k)
       or accumulate.check(wg_m, wg_n, config.promote)
@@ -106,13 +122,18 @@ def num_teams(config: PersistentConfig) -> int:
   return config.consumers if config.wg_dim == "tile" else 1
 
 
+def num_producers(config: PersistentConfig) -> int:
+  """Warpgroups that load; several wait for memory at once, where TMA does not."""
+  return 1 if config.pad else LOADING_PRODUCERS
+
+
 def make_ring(
     prepared: tiles.Prepared, config: PersistentConfig, k_steps: int
 ) -> rings.Ring:
   axis, teams = ("cluster",), num_teams(config)
   return rings.Ring(
       prepared.lhs_operand, prepared.rhs_operand, config.num_stages,
-      config.consumers // teams, teams, k_steps,
+      config.consumers // teams, teams, k_steps, num_producers(config),
       lhs_axes=axis if config.cluster_n > 1 else (),
       rhs_axes=axis if config.cluster_m > 1 else (),
   )
@@ -154,15 +175,18 @@ def run(
     count = grid.local_count()
 
     def _load():
+      producer = wg - config.consumers
+
       def tile(local, _):
         index, m, n = grid.locate(local)
         batch, k = operand_origin(index)
         ring.produce(
-            lhs_gmem, rhs_gmem, refs, local=local, batch=batch, m=m, n=n, k=k
+            lhs_gmem, rhs_gmem, refs, producer=producer, local=local, batch=batch,
+            m=m, n=n, k=k,
         )
 
       lax.fori_loop(jnp.int32(0), count, tile, None)
-      ring.drain(refs, total_steps=count * k_steps)
+      ring.drain(refs, producer=producer, total_steps=count * k_steps)
 
     def _multiply_and_store():
       share = wg_share(config, wg)
@@ -200,7 +224,9 @@ def run(
       lax.fori_loop(jnp.int32(0), turns, tile, None)
       epilogue.finish()
 
-    rings.specialise(wg, config.consumers, _load, _multiply_and_store)
+    rings.specialise(
+        wg, config.consumers, _load, _multiply_and_store, trade=config.pad
+    )
 
   scratch, workspace = ring.scratch(), {}
   if exchange is not None:
@@ -208,7 +234,7 @@ def run(
     workspace = exchange.workspace(grid.num_clusters)
   return call(
       _kernel, name=name, scratch=scratch, workspace=workspace, grid=grid.num_clusters,
-      cluster=config.cluster, num_wgs=config.consumers + 1,
+      cluster=config.cluster, num_wgs=config.consumers + num_producers(config),
   )
 
 

@@ -182,6 +182,8 @@ class PersistentConfig:
     grid_width: width, in (cluster) tiles, of the band that they walk.
     promote: k tiles after which the sums leave the tensor cores' accumulator for
       ordinary float32 registers; 0: only at the end (see `accumulate`).
+    pad: what becomes of operands that TMA cannot take: a pass pads them, or else
+      the producer loads them through registers (see `register_loads`).
   """
 
   tile_m: int = 128
@@ -195,6 +197,7 @@ class PersistentConfig:
   grid_minor: Literal["m", "n"] = "m"
   grid_width: int = 8
   promote: int = 0
+  pad: bool = True
 
   @property
   def cluster(self) -> int:

@@ -13,7 +13,8 @@ multiply or store the last one.
 The consumers are one team (t = 0), which shares out each tile, or two teams, which
 take tiles in turn: one multiplies while the other stores. Both use the same slots,
 in the order of the steps, so neither overtakes the other. Each has barriers of its
-own: whoever waits on one must see all of its phases.
+own: whoever waits on one must see all of its phases. For the same reason several
+producers, which take steps in turn, must divide the number of slots.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class Ring:
     num_consumers: warpgroups that read each slot.
     teams: 1 or 2, see the module's docstring.
     k_steps: slots that a tile takes.
+    num_producers: warpgroups that load, see the module's docstring.
     lhs_axes, rhs_axes: cluster axes over which a copy is multicast.
   """
 
@@ -52,6 +54,7 @@ class Ring:
   num_consumers: int
   teams: int
   k_steps: int
+  num_producers: int = 1
   lhs_axes: tuple[str, ...] = ()
   rhs_axes: tuple[str, ...] = ()
 
@@ -84,12 +87,17 @@ class Ring:
       index = index + team * self.num_stages
     return barriers.at[index]
 
-  def produce(self, lhs_gmem, rhs_gmem, refs, *, local, batch, m, n, k):
-    """Loads the `local`-th tile of this CTA, at element (m, n), from k on."""
-    tile_k = self.lhs.tile_k
-    first_step = local * self.k_steps
+  def produce(self, lhs_gmem, rhs_gmem, refs, *, producer, local, batch, m, n, k):
+    """Loads the share of one producer of the `local`-th tile of this CTA.
 
-    def load(i, _):
+    The tile is at element (m, n) and begins with k tile `k`.
+    """
+    tile_k, turns = self.lhs.tile_k, jnp.int32(self.num_producers)
+    first_step = local * self.k_steps
+    first = lax.rem(producer - lax.rem(first_step, turns) + turns, turns)
+
+    def load(turn, _):
+      i = first + turn * turns
       step = first_step + i
       slot = self._slot(step)
 
@@ -99,12 +107,18 @@ class Ring:
 
       at = dict(batch=batch, k=k + i * tile_k)
       full = self._barrier(refs["full"], step)
-      self.lhs.load(lhs_gmem, refs["lhs_slots"], slot, full, mn=m, **at,
-                    collective_axes=self.lhs_axes or None)
-      self.rhs.load(rhs_gmem, refs["rhs_slots"], slot, full, mn=n, **at,
-                    collective_axes=self.rhs_axes or None)
+      loads = [
+          (self.lhs, lhs_gmem, refs["lhs_slots"], m, self.lhs_axes),
+          (self.rhs, rhs_gmem, refs["rhs_slots"], n, self.rhs_axes),
+      ]
+      # What TMA copies is under way while registers load the rest.
+      for operand, gmem, slots, mn, axes in sorted(
+          loads, key=lambda load: load[0].way == "loads"
+      ):
+        operand.load(gmem, slots, slot, full, mn=mn, **at, collective_axes=axes or None)
 
-    lax.fori_loop(jnp.int32(0), jnp.int32(self.k_steps), load, None)
+    count = lax.div(self.k_steps - first + turns - 1, turns)
+    lax.fori_loop(jnp.int32(0), count, load, None)
 
   def consume(self, acc, refs, *, first_step, num_steps, lhs_part, rhs_part):
     """acc += the product of `num_steps` slots; one wgmma stays in flight.
@@ -130,32 +144,38 @@ class Ring:
     plgpu.wgmma_wait(0)
     plgpu.barrier_arrive(self._barrier(refs["empty"], first_step + num_steps - 1))
 
-  def drain(self, refs, *, total_steps):
-    """The producer's last act: waits until every slot has been read.
+  def drain(self, refs, *, producer, total_steps):
+    """A producer's last act: waits until every slot that it filled has been read.
 
     A CTA must not leave while a neighbour may still arrive on its barriers.
     """
     pending = lax.min(total_steps, jnp.int32(self.num_stages))
 
     def wait(i, _):
-      plgpu.barrier_wait(self._barrier(refs["empty"], total_steps - pending + i))
+      step = total_steps - pending + i
+
+      @pl.when(lax.rem(step, jnp.int32(self.num_producers)) == producer)
+      def _wait():
+        plgpu.barrier_wait(self._barrier(refs["empty"], step))
 
     lax.fori_loop(jnp.int32(0), pending, wait, None)
 
 
-def specialise(wg, num_consumers: int, produce, consume) -> None:
-  """Runs `consume` in the first `num_consumers` warpgroups, `produce` in the next.
+def specialise(wg, num_consumers: int, produce, consume, *, trade: bool = True) -> None:
+  """Runs `consume` in the first `num_consumers` warpgroups, `produce` in the others.
 
-  The producer gives most of its registers to the consumers, whose accumulators
-  need them.
+  With `trade`, the producer gives most of its registers to the consumers, whose
+  accumulators need them.
   """
 
-  @pl.when(wg == num_consumers)
+  @pl.when(wg >= num_consumers)
   def _produce():
-    plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+    if trade:
+      plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
     produce()
 
   @pl.when(wg < num_consumers)
   def _consume():
-    plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+    if trade:
+      plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
     consume()

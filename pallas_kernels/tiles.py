@@ -1,7 +1,7 @@
 """Tiles: how operands lie in shared memory, and in which order tiles are done.
 
 Shared memory that wgmma reads is swizzled by 128 bytes and tiled by 8 rows x
-128 bytes. An operand gets there in one of three ways (`Operand.way`):
+128 bytes. An operand gets there in one of four ways (`Operand.way`):
 
   flat     k-major operands: one TMA copy of rank 2 into an untiled view of the
            slot. A slot is exactly 128 bytes wide, so that both views have the
@@ -12,11 +12,13 @@ Shared memory that wgmma reads is swizzled by 128 bytes and tiled by 8 rows x
   chunks   other operands that do not fit, where each warpgroup multiplies 128
            bytes of mn: the slot is made of such chunks, and each is copied as a
            flat slot is.
+  loads    operands that fit in no other way, where the config says so: the producer
+           loads them through registers (see `register_loads`).
 
-All want a row stride that is a multiple of 16 bytes; flat and chunks serve any
-size, as TMA fills what lies outside with zeros. `prepare` pads the operands that
-do not fit. In the emulator every copy is a tiled one: it gives each view of shared
-memory a memory of its own, and has no rule about sizes.
+The first three want a row stride that is a multiple of 16 bytes; flat and chunks
+serve any size, as TMA fills what lies outside with zeros. `prepare` pads the
+operands that do not fit. In the emulator every copy is a tiled one: it gives each
+view of shared memory a memory of its own, and has no rule about sizes.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels.problem import ALGORITHMS, OUT_DTYPES, Problem
+from pallas_kernels.register_loads import RegisterLoads
 
 SWIZZLE_BYTES = 128
 SMEM_LIMIT_BYTES = 232448  # What one CTA may have on Hopper.
@@ -79,7 +82,7 @@ class Operand:
     tile_mn, tile_k: its share of the tile of one CTA.
     dtype: by name.
     batched: whether it has a batch dimension larger than one.
-    mn: rows (lhs) or columns (rhs) that the whole operand has.
+    mn, k: rows and columns (lhs, or transposed rhs) that the whole operand has.
     way: see the module's docstring.
     emulated: whether every copy is a tiled one.
   """
@@ -91,6 +94,7 @@ class Operand:
   dtype: str
   batched: bool
   mn: int
+  k: int
   way: str
   emulated: bool
 
@@ -104,11 +108,12 @@ class Operand:
     shape = {
         "flat": (num_slots, self.tile_mn, self.tile_k),
         "tiled": (num_slots, self.tile_k, self.tile_mn),
+        "loads": (num_slots, *self._tile_as_stored()),
         "chunks": (num_slots, self.num_copies, self.tile_k, swizzle_elems(self.dtype)),
     }[self.way]
     transforms = swizzled(self.dtype)
     tiled = plgpu.SMEM(shape, jnp.dtype(self.dtype), transforms=transforms)
-    if self.way == "tiled" or self.emulated:
+    if not self._union:
       return tiled
     untiled = plgpu.SMEM(shape, jnp.dtype(self.dtype), transforms=transforms[1:])
     return plgpu.RefUnion(untiled, tiled)
@@ -118,12 +123,17 @@ class Operand:
       collective_axes=None,
   ) -> None:
     """Starts the copies of the tile at element (mn, k); they arrive on `barrier`."""
-    slots = self._views(slots)[0]
+    slots, batch = self._views(slots)[0], batch if self.batched else 0
+    if self.way == "loads":
+      self._load_through_registers(gmem, slots.at[slot], batch, mn, k)
+      plgpu.commit_smem()
+      plgpu.barrier_arrive(barrier)
+      return
 
     def copy(dst, rows, cols):
       plgpu.copy_gmem_to_smem(
-          gmem.at[batch if self.batched else 0, pl.ds(*rows), pl.ds(*cols)], dst,
-          barrier, collective_axes=collective_axes,
+          gmem.at[batch, pl.ds(*rows), pl.ds(*cols)], dst, barrier,
+          collective_axes=collective_axes,
       )
 
     if self.way == "chunks":
@@ -140,6 +150,16 @@ class Operand:
     else:
       copy(slots.at[slot], (mn, self.tile_mn), (k, self.tile_k))
 
+  def _load_through_registers(self, gmem: Ref, slot: Ref, batch, mn, k) -> None:
+    rows, cols = (self.mn, self.k) if self.k_major else (self.k, self.mn)
+    row, col = (mn, k) if self.k_major else (k, mn)
+    loads = RegisterLoads(rows, cols, *self._tile_as_stored(), swizzled(self.dtype))
+    loads.load(gmem, slot, batch=batch, row=row, col=col)
+
+  def _tile_as_stored(self) -> tuple[int, int]:
+    tile = self.tile_mn, self.tile_k
+    return tile if self.k_major else tile[::-1]
+
   def view(self, slots: Ref, slot, start=0, size: int | None = None) -> Ref:
     """The slot as wgmma wants it: [mn, k] of lhs, [k, mn] of rhs.
 
@@ -147,9 +167,9 @@ class Operand:
     """
     slots = self._views(slots)[1]
     part = slice(None) if size is None else pl.ds(start, size)
-    if self.way == "flat":
+    if self.k_major:
       ref = slots.at[slot, part]
-    elif self.way == "tiled":
+    elif self.way in ("tiled", "loads"):
       ref = slots.at[slot, :, part]
     else:
       chunk = 0 if size is None else lax.div(jnp.int32(start), jnp.int32(size))
@@ -158,8 +178,12 @@ class Operand:
 
   def _views(self, slots: Ref) -> tuple[Ref, Ref]:
     """(the view that TMA uses, the view that wgmma uses)."""
-    union = self.way != "tiled" and not self.emulated
-    return (slots[0], slots[1]) if union else (slots, slots)
+    return (slots[0], slots[1]) if self._union else (slots, slots)
+
+  @property
+  def _union(self) -> bool:
+    """Whether TMA and wgmma use different views of the slots."""
+    return self.way in ("flat", "chunks") and not self.emulated
 
 
 def way(rows: int, cols: int, dtype, k_major: bool, wg_mn: int) -> str:
@@ -181,15 +205,21 @@ def needs_padding(rows: int, cols: int, dtype, way: str) -> bool:
   return bool((rows % 8 and rows > 8) or (cols % elems and cols > elems))
 
 
+def takes_loads(problem: Problem, config) -> bool:
+  """Whether the kernel of `config` loads through registers what TMA cannot take.
+
+  float32 operands take a pass anyway, which pads them at no cost.
+  """
+  return not getattr(config, "pad", True) and problem.itemsize == 2
+
+
 def pad_for_tma(x: jax.Array, dtype, way: str) -> jax.Array:
   """Pads an operand [batch, rows, cols] that TMA cannot take as it is.
 
-  Most need only their row stride mended; one that is read tiled may need both
-  dimensions. The zeros do not change the product.
+  See `needs_padding`. Most need only their row stride mended; one that is read tiled
+  may need both dimensions. The zeros do not change the product.
   """
   _, rows, cols = x.shape
-  if not needs_padding(rows, cols, dtype, way):
-    return x
   elems = swizzle_elems(dtype)
   if cols <= elems:
     elems = tma_stride_elems(dtype)
@@ -248,19 +278,26 @@ def prepare(
   lhs_k_major, rhs_k_major = (
       layout == "k-major" for layout in (problem.lhs_layout, problem.rhs_layout)
   )
-  lhs_way = way(*lhs.shape[1:], dtype, lhs_k_major, wg_tile[0])
-  rhs_way = way(*rhs.shape[1:], dtype, rhs_k_major, wg_tile[1])
-  return Prepared(
-      pad_for_tma(lhs, dtype, lhs_way), pad_for_tma(rhs, dtype, rhs_way),
-      Operand(
-          True, lhs_k_major, config.tile_m, config.tile_k, dtype,
-          several and problem.lhs_batched, problem.m, lhs_way, emulated,
-      ),
-      Operand(
-          False, rhs_k_major, config.tile_n, config.tile_k, dtype,
-          several and problem.rhs_batched, problem.n, rhs_way, emulated,
-      ),
-  )
+  arrays, found = [], []
+  lhs_facts = lhs, lhs_k_major, config.tile_m, problem.m, problem.lhs_batched
+  rhs_facts = rhs, rhs_k_major, config.tile_n, problem.n, problem.rhs_batched
+  for is_lhs, wg_mn, (x, k_major, tile_mn, mn, batched) in (
+      (True, wg_tile[0], lhs_facts), (False, wg_tile[1], rhs_facts)
+  ):
+    its_way = way(*x.shape[1:], dtype, k_major, wg_mn)
+    if needs_padding(*x.shape[1:], dtype, its_way):
+      if takes_loads(problem, config) and not emulated:
+        its_way = "loads"
+      else:
+        x = pad_for_tma(x, dtype, its_way)
+    arrays.append(x)
+    found.append(
+        Operand(
+            is_lhs, k_major, tile_mn, config.tile_k, dtype, several and batched, mn,
+            problem.k, its_way, emulated,
+        )
+    )
+  return Prepared(*arrays, *found)
 
 
 # -- Order of the tiles ----------------------------------------------------------

@@ -83,6 +83,47 @@ def test_one_consumer(size, layouts):
   check("persistent", make_problem(*size, layouts), config)
 
 
+@pytest.mark.parametrize("k", [64, 128, 192, 256])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_few_k_tiles(kernel, k):
+  """The compiler unrolls a loop of two steps, and then moves what nothing holds."""
+  fields = dict(splits=2) if kernel == "split_k" else {}
+  if k > 64 or kernel != "split_k":
+    check(kernel, make_problem(72, 136, k), small_config(kernel, **fields))
+
+
+@pytest.mark.parametrize("layouts", LAYOUTS)
+@pytest.mark.parametrize("size", [(1000, 1000, 64), (520, 776, 1096), (4096, 264, 200)],
+                         ids=str)
+def test_consumers_that_take_tiles_in_turn(size, layouts):
+  for tile_n, cluster_m in [(64, 1), (128, 2), (192, 1)]:
+    config = small_config(
+        "persistent", tile_n=tile_n, wg_dim="tile", cluster_m=cluster_m
+    )
+    check("persistent", make_problem(*size, layouts), config)
+
+
+@pytest.mark.parametrize("layouts", LAYOUTS)
+@pytest.mark.parametrize("size", [(197, 64, 197), (1, 4097, 997), (130, 257, 65),
+                                  (333, 65, 1004), (9, 72, 1002), (1001, 515, 333)],
+                         ids=str)
+def test_operands_loaded_through_registers(size, layouts):
+  """Rows that begin at any even address; inf and nan stay in their rows."""
+  fields = dict(tile_m=64, tile_n=64, consumers=1, num_stages=6, pad=False)
+  for kernel, more in [("persistent", {}), ("split_k", dict(splits=2, cluster_k=2)),
+                       ("split_k", dict(splits=2))]:
+    if kernel == "persistent" or size[2] > 64:
+      for batch in (1, 3):
+        problem = make_problem(*size, layouts, batch=batch)
+        check(kernel, problem, small_config(kernel, **fields, **more))
+  problem = make_problem(*size, "NT")
+  lhs, rhs = kernel_cases.random_operands(problem)
+  lhs = jnp.asarray(lhs).at[0, -1].set(jnp.inf)
+  result = launch("persistent", problem, small_config("persistent", **fields), (lhs, rhs))
+  finite = np.isfinite(np.asarray(result.astype(jnp.float32)))[0]
+  assert finite[:-1].all() and not finite[-1].any()
+
+
 @pytest.mark.parametrize("n", [8, 16, 32, 64])
 @pytest.mark.parametrize("wg_dim", ["m", "n"])
 @pytest.mark.parametrize("kernel", ["persistent", "split_k"])

@@ -96,6 +96,18 @@ def test_consumers_that_take_tiles_in_turn(num_stages, k):
   check("persistent", make_problem(100, 300, k, "TN"), config, num_sms=3)
 
 
+@pytest.mark.parametrize("num_stages", [3, 6])
+@pytest.mark.parametrize("k", [64, 260, 450])
+def test_several_producers(num_stages, k):
+  """They take k tiles in turn; here TMA loads for them, on the chip registers do."""
+  fields = dict(tile_m=64, tile_n=64, consumers=1, num_stages=num_stages, pad=False)
+  problem = make_problem(100, 201, k, "NT")
+  check("persistent", problem, small_config("persistent", **fields), num_sms=3)
+  if k > 128:
+    config = small_config("split_k", splits=2, cluster_k=2, **fields)
+    check("split_k", problem, config, num_sms=4)
+
+
 @pytest.mark.parametrize("tile_n", [16, 32, 48])
 def test_narrow_tiles(tile_n):
   config = small_config("persistent", tile_n=tile_n)

@@ -122,6 +122,18 @@ def test_no_operand_is_copied_where_tma_takes_it():
   assert text.count("stablehlo.pad") == 2
 
 
+@pytest.mark.parametrize("layouts", LAYOUTS)
+@pytest.mark.parametrize("kernel", ["persistent", "split_k"])
+def test_registers_load_what_would_be_padded(kernel, layouts):
+  fields = dict(tile_m=64, tile_n=64, consumers=1, num_stages=6)
+  for batch, pads in [(1, 2), (3, 2)]:
+    problem = make_problem(1001, 515, 333, layouts, batch=batch)
+    text = lowered(kernel, problem, small_config(kernel, pad=True, **fields))
+    assert text.count("stablehlo.pad") == pads
+    text = lowered(kernel, problem, small_config(kernel, pad=False, **fields))
+    assert "stablehlo.pad" not in text
+
+
 @pytest.mark.parametrize("n", [1001, 50257])
 def test_an_odd_result_is_not_padded(n):
   problem = make_problem(512, n, 512, "NT")

@@ -1,0 +1,189 @@
+"""Tiles of operands whose rows TMA cannot stride over, loaded through registers.
+
+TMA wants rows that begin a multiple of 16 bytes apart, and even its windows must
+begin at such an address: with an odd number of columns it reads nothing. Here the
+producer's threads do it. Each takes 16 bytes of a row of the tile at a time: it loads
+the two aligned pieces of 16 bytes in which they lie, shifts them together, and stores
+them where wgmma looks for them, swizzled. What lies beyond the array is zeros. All
+loads of a round are under way before the first is used.
+
+The slot is filled when the stores are visible to wgmma: a fence, then an arrival on
+the slot's barrier. Several producers take k tiles in turn (see `ring`), so that one
+waits for memory while another stores: three of them are twice as fast as one.
+
+Source: the swizzle of 128 bytes is that of the PTX manual's wgmma matrix layouts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+WG_THREADS = 128
+CHUNK = 8  # Elements of 16 bits that a thread stores at once: 16 bytes.
+ROUND = 8  # Chunks of a thread whose loads are under way at once.
+_SCALAR = plgpu.Layout.WG_SPLAT(())
+Ref = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class RegisterLoads:
+  """Loads tiles of `tile_rows` x `tile_cols` 16-bit elements.
+
+  Attributes:
+    rows, cols: of one product's operand, as it is stored.
+    tile_rows, tile_cols: of the tile; multiples of 8 and 64.
+    transforms: of the slots.
+  """
+
+  rows: int
+  cols: int
+  tile_rows: int
+  tile_cols: int
+  transforms: tuple[Any, ...]
+
+  def load(self, gmem: Ref, slot: Ref, *, batch, row, col) -> None:
+    """Fills `slot` with the tile at (row, col) of the product `batch`."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(
+            plgpu.RefType(), plgpu.RefType(self.transforms), _SCALAR, _SCALAR, _SCALAR,
+        )
+    )
+    def load(_, gmem, slot, batch, row, col):
+      batch, row, col = (x.registers.item() for x in (batch, row, col))
+      source = _i64_address(mgpu.utils.memref_ptr(gmem))
+      target = mgpu.utils.memref_ptr(slot)
+      thread = arith.remui(mgpu.utils.thread_idx(), _i32(WG_THREADS))
+      first_row = arith.addi(
+          arith.muli(_i64(batch), _const64(self.rows)), _i64(row)
+      )
+      chunks = self.tile_rows * self.tile_cols // CHUNK
+      for first in range(0, chunks, ROUND * WG_THREADS):
+        places = range(first, min(first + ROUND * WG_THREADS, chunks), WG_THREADS)
+        loaded = [
+            self._start(source, first_row, row, col, arith.addi(thread, _i32(place)))
+            for place in places
+        ]
+        for chunk in loaded:
+          self._finish(chunk, target)
+
+    load(gmem, slot, jnp.int32(batch), jnp.int32(row), jnp.int32(col))
+
+  def _start(self, source, first_row, row, col, place):
+    """Starts the loads of one chunk of the tile."""
+    per_row = self.tile_cols // CHUNK
+    tile_row = arith.divui(place, _i32(per_row))
+    chunk = arith.remui(place, _i32(per_row))
+    column = arith.addi(col, arith.muli(chunk, _i32(CHUNK)))
+    # Elements of the chunk that the array has; none of a row that it has not.
+    valid = arith.minsi(arith.subi(_i32(self.cols), column), _i32(CHUNK))
+    inside = arith.cmpi(
+        arith.CmpIPredicate.slt, arith.addi(row, tile_row), _i32(self.rows)
+    )
+    valid = arith.select(inside, arith.maxsi(valid, _i32(0)), _i32(0))
+    element = arith.addi(
+        arith.muli(arith.addi(first_row, _i64(tile_row)), _const64(self.cols)),
+        _i64(column),
+    )
+    address = arith.addi(source, arith.shli(element, _const64(1)))
+    shift = arith.andi(arith.trunci(_i32_type(), address), _i32(15))  # Bytes.
+    aligned = arith.andi(address, _const64(-16))
+    some = arith.cmpi(arith.CmpIPredicate.sgt, valid, _i32(0))
+    end = arith.addi(shift, arith.muli(valid, _i32(2)))
+    more = arith.cmpi(arith.CmpIPredicate.sgt, end, _i32(16))
+    words = _load_16_bytes(aligned, some) + _load_16_bytes(
+        arith.addi(aligned, _const64(16)), more
+    )
+    return words, shift, valid, tile_row, chunk
+
+  def _finish(self, started, target) -> None:
+    """Shifts what was loaded together and stores it."""
+    words, shift, valid, tile_row, chunk = started
+    # By two words, by one, by half of one: as the bits of `shift` say.
+    for bit, step in ((8, 2), (4, 1)):
+      apart = _is_set(shift, bit)
+      words = [
+          arith.select(apart, words[i + step], words[i]) for i in range(len(words) - step)
+      ]
+    bits = arith.shli(arith.andi(shift, _i32(2)), _i32(3))
+    words = [_funnel_shift(words[i], words[i + 1], bits) for i in range(CHUNK // 2)]
+    for i in range(CHUNK // 2):
+      left, half = arith.subi(valid, _i32(2 * i)), arith.andi(words[i], _i32(0xFFFF))
+      word = arith.select(_at_least(left, 2), words[i], half)
+      words[i] = arith.select(_at_least(left, 1), word, _i32(0))
+    # Blocks of 8 rows x 128 bytes, in which row r has its 16-byte units XORed with r.
+    per_block = 64 // CHUNK
+    in_block = arith.remui(tile_row, _i32(8))
+    block = arith.addi(
+        arith.muli(
+            arith.divui(tile_row, _i32(8)), _i32(self.tile_cols // 64)
+        ),
+        arith.divui(chunk, _i32(per_block)),
+    )
+    unit = arith.xori(arith.remui(chunk, _i32(per_block)), in_block)
+    offset = arith.addi(
+        arith.muli(block, _i32(1024)),
+        arith.addi(arith.muli(in_block, _i32(128)), arith.muli(unit, _i32(16))),
+    )
+    address = mgpu.utils.getelementptr(
+        target, [offset], ir.IntegerType.get_signless(8)
+    )
+    mgpu.utils.inline_ptx(
+        "st.shared.v4.b32 [$0], {$1, $2, $3, $4};", address, *words,
+        has_side_effects=True,
+    )
+
+
+def _load_16_bytes(address, predicate) -> list[ir.Value]:
+  """Four words from an aligned address, zeros where `predicate` is false."""
+  words = mgpu.utils.inline_ptx(
+      "{ .reg .pred p; setp.ne.b32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0;"
+      " mov.b32 $2, 0; mov.b32 $3, 0;"
+      " @p ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4]; }",
+      address, arith.extui(_i32_type(), predicate), result_types=[_i32_type()] * 4,
+      has_side_effects=True,
+  )
+  return list(words)
+
+
+def _funnel_shift(low, high, bits):
+  return mgpu.utils.inline_ptx(
+      "shf.r.wrap.b32 $0, $1, $2, $3;", low, high, bits, result_types=_i32_type()
+  )
+
+
+def _is_set(value, bit: int):
+  return arith.cmpi(
+      arith.CmpIPredicate.ne, arith.andi(value, _i32(bit)), _i32(0)
+  )
+
+
+def _at_least(value, least: int):
+  return arith.cmpi(arith.CmpIPredicate.sge, value, _i32(least))
+
+
+def _i32_type():
+  return ir.IntegerType.get_signless(32)
+
+
+def _i32(value: int) -> ir.Value:
+  return arith.constant(_i32_type(), value)
+
+
+def _const64(value: int) -> ir.Value:
+  return arith.constant(ir.IntegerType.get_signless(64), value)
+
+
+def _i64(value) -> ir.Value:
+  return arith.extsi(ir.IntegerType.get_signless(64), value)
+
+
+def _i64_address(pointer) -> ir.Value:
+  return llvm.ptrtoint(ir.IntegerType.get_signless(64), pointer)
