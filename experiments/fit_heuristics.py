@@ -58,7 +58,7 @@ _STEP = 0.25  # Standard deviation of a step, of the logarithms.
 _COOLING = 0.7  # What the step is multiplied by, four times in a search.
 _SLOWNESS = 2.0  # A candidate twice as slow as the best weighs exp(-2) as much.
 _SHARPNESS = 25.0  # Estimates 4% apart share the choice e to 1.
-_REGRET_WEIGHT = 12.0
+_REGRET_WEIGHT = 6.0
 _PULL = 0.01
 
 

@@ -4,10 +4,11 @@ The model of one candidate follows what the chip does with it:
 
   step      one k tile of one CTA: the tensor cores, or the way from the L2 into
             shared memory, whichever takes longer
-  tile      its steps, then the epilogue
+  tile      its steps, then the epilogue, unless another consumer's steps hide it
   CTA, SM   the tiles that fall to one SM, one after the other; the slowest SM
             counts, so a last wave that is not full costs as much as a full one
-  chip      the time of the memory for the bytes that must move
+  chip      the time of the memory for the bytes that must move, short rows at more
+            than their bytes
   extra     passes of their own: padding, rounding to TF32, adding partial sums
 
 The constants (`Model`) are fitted to measured times: see
@@ -48,32 +49,27 @@ class Candidate:
 class Model:
   """Constants of the cost model; times in us, rates in bytes/us of one SM."""
 
-  launch: float = 0.0039  # First instruction to first load, and the way out.
-  roles: float = 0.595  # Of a kernel with a producer: to part the registers.
-  team: float = 0.683  # Of the second consumer, to get going.
-  cluster: float = 0.0721  # Of each CTA of a cluster, to be launched together.
-  latency: float = 1.19  # From asking for a tile to having it.
-  l2_rate: float = 150e3  # L2 to shared memory.
-  short_rows: float = 0.375  # Of operands copied in rows of 128 bytes; less if longer.
-  crooked_rows: float = 1.07  # The same, where rows begin in the midst of 128 bytes.
-  reread: float = 0.525  # Share of an operand that each second tile fetches anew.
-  load_rate: float = 21.6e3  # Memory to shared memory through registers.
-  store_rate: float = 38.5e3  # Registers of a warpgroup to memory.
-  epilogue: float = 0.00909  # Of a tile, beside its bytes.
-  step: float = 0.0305  # Barriers and bookkeeping of a k tile.
-  narrow: float = 0.665  # Columns' worth of time that each wgmma adds.
-  restart: float = 0.0129  # Of a CTA for each tile, where none is persistent.
-  solo: float = 0.937  # Of pipelined's steps, where one CTA has an SM to itself.
-  single: float = 1  # One warpgroup at a time does not fill the tensor cores.
-  masked: float = 3.85  # Masked stores against TMA's.
-  promotion: float = 0.0217  # Of the sums, once.
-  exchange: float = 0.1  # Of sums within a cluster, beside their bytes.
-  exchange_rate: float = 15.7e3  # Through distributed shared memory.
-  memory: float = 1.37  # Share of the bandwidth that a product reaches.
-  reduce: float = 3.43  # Launch of the kernel that adds the parts of split-k.
-  reduce_rate: float = 2.05e6  # Its bytes, out of the L2; of the whole chip.
-  pass_launch: float = 0.638  # Launch of a pass over an operand.
-  pass_rate: float = 4.62e6  # Bytes read and written; of the whole chip.
+  roles: float = 0.764  # Of a kernel with a producer: to part the registers.
+  team: float = 0.549  # Of the second consumer, to get going.
+  cluster: float = 0.0374  # Of each CTA of a cluster, to be launched together.
+  latency: float = 1.16  # From asking for a tile to having it.
+  l2_rate: float = 138e3  # L2 to shared memory.
+  short_rows: float = 0.226  # Of operands copied in rows of 128 bytes; less if longer.
+  crooked_rows: float = 0.921  # The same, where rows begin in the midst of 128 bytes.
+  reread: float = 0.132  # Share of an operand that each second tile fetches anew.
+  load_rate: float = 23.8e3  # Memory to shared memory through registers.
+  store_rate: float = 43.5e3  # Registers of a warpgroup to memory.
+  step: float = 0.00922  # Barriers and bookkeeping of a k tile.
+  solo: float = 0.415  # Of pipelined's steps, where one CTA has an SM to itself.
+  single: float = 1.03  # One warpgroup at a time does not fill the tensor cores.
+  masked: float = 3.86  # Masked stores against TMA's.
+  promotion: float = 0.0123  # Of the sums, once.
+  exchange_rate: float = 11.9e3  # Through distributed shared memory.
+  memory: float = 1.11  # Share of the bandwidth that a product reaches.
+  reduce: float = 2.91  # Launch of the kernel that adds the parts of split-k.
+  reduce_rate: float = 2.34e6  # Its bytes, out of the L2; of the whole chip.
+  pass_launch: float = 0.356  # Launch of a pass over an operand.
+  pass_rate: float = 4.57e6  # Bytes read and written; of the whole chip.
 
 
 MODEL = Model()
@@ -231,72 +227,22 @@ def estimate(
   num_tiles = problem.batch * tiles_m * tiles_n * splits
   k_steps = tiles.cdiv(tiles.cdiv(problem.k, config.tile_k), splits)
   sums = splits // cluster_k  # Of each element, that go through memory.
-  out_bytes = 4 if sums > 1 else problem.out_itemsize
 
-  resident = 1 if specialised else _resident(problem, kernel, config)
   cluster = multicast * cluster_k
   at_once = device.num_sms if cluster == 1 else device.max_clusters(cluster) * cluster
   per_sm = tiles.cdiv(num_tiles, at_once)
 
-  # One k tile of one CTA: multiplied, supplied, waited for.
-  rate = device.matrix_tflops[problem.dtype] * 1e6 / device.num_sms  # FLOP/us
-  wg_m, wg_n = _wg_tile(config)
-  in_turn = specialised and config.wg_dim == "tile"
-  flops = 2 * config.tile_m * config.tile_n * config.tile_k
-  matrix = flops / rate * (1 + model.narrow / wg_n)
-  if specialised and (in_turn or config.consumers == 1):
-    matrix *= model.single
-  rows = config.tile_m  # Those beyond the last are not loaded, if lhs is k-major.
-  if problem.lhs_layout == "k-major":
-    rows = min(rows, problem.m)
-  lhs_cost, rhs_cost = _row_costs(problem, config.tile_m, config.tile_n, model)
-  supply = rows * lhs_cost + config.tile_n * rhs_cost / multicast
-  supply *= tiles.SWIZZLE_BYTES / model.l2_rate
-  passes = _passes(problem, (wg_m, wg_n))
-  loaded = ()
+  passes = _passes(problem, _wg_tile(config))
+  loaded = ()  # Through registers.
   if tiles.takes_loads(problem, config):
     loaded, passes = tuple(operand for _, operand, _ in passes), ()
-    valid = {"lhs": min(rows, problem.m), "rhs": min(config.tile_n, problem.n)}
-    rows = sum(valid[operand] for operand in loaded)
-    supply = max(supply, rows * tiles.SWIZZLE_BYTES / model.load_rate)
-  # blocked has one slot, and loads nothing while it multiplies.
-  ahead = max(getattr(config, "num_stages", 1) - 1, 0.5)
-  promotion = model.promotion / config.promote if config.promote else 0.0
-
-  # The epilogue of a tile. CTAs that share an SM store while others multiply, unless
-  # the stores are masked: those occupy the SM's own pipes.
-  elems = wg_m * wg_n
-  store = elems * out_bytes / (model.store_rate * cluster_k) + model.epilogue
-  masked = sums == 1 and problem.n * problem.out_itemsize % 16
-  if masked:
-    store *= model.masked
-  if cluster_k > 1:
-    store += model.exchange + 4 * elems / model.exchange_rate
-
-  def busy_with(together: int) -> float:
-    """Time of as many tiles on one SM, at once: they hide each other's waits."""
-    alone = model.solo if not specialised and together == 1 else 1.0
-    step = max(matrix * alone, supply, model.latency / (together * ahead))
-    step += model.step / together + promotion
-    tile = k_steps * step + store / (1 if masked else together)
-    return together * (tile if specialised else tile + model.restart / together)
-
-  rounds, rest = divmod(per_sm, resident)
-  if in_turn:  # Each tile but the last is stored while the next is multiplied.
-    tile = busy_with(1)
-    again = max(tile - store, tile / 2, store if masked else 0.0)
-    busy = tile + (per_sm - 1) * again
-  else:
-    busy = rounds * busy_with(resident) + (busy_with(rest) if rest else 0.0)
-
-  lhs_bytes, rhs_bytes, other_bytes = _operand_bytes(problem)
-  if tiles_n > 1:
-    lhs_bytes *= 1 + model.reread
-  if tiles_m > 1:
-    rhs_bytes *= 1 + model.reread
-  memory = lhs_bytes * lhs_cost + rhs_bytes * rhs_cost + other_bytes
-  memory /= device.bandwidth_tbps * 1e6 * model.memory
-  main = model.launch + model.latency + _soft_max(busy, memory)
+  costs = _row_costs(problem, config.tile_m, config.tile_n, model)
+  busy = _busy(
+      problem, kernel, config, device, model, per_sm=per_sm, k_steps=k_steps, sums=sums,
+      supply=_supply(problem, config, model, costs, loaded),
+  )
+  memory = _memory(problem, device, model, costs, tiles_m, tiles_n)
+  main = model.latency + _soft_max(busy, memory)
   if specialised:
     main += model.roles + model.team * (config.consumers - 1)
   if cluster > 1:
@@ -307,6 +253,77 @@ def estimate(
   shape = f"{num_tiles} tiles, {per_sm} an SM, {k_steps} k tiles each"
   bound = "the memory" if memory > busy else "the SMs"
   return main + extra, f"{shape}; bound by {bound}{what}"
+
+
+def _supply(problem: Problem, config: Config, model: Model, costs, loaded) -> float:
+  """Time to bring one k tile of both operands into shared memory.
+
+  `costs` are those of `_row_costs`; `loaded` names what comes through registers.
+  """
+  rows = config.tile_m  # Those beyond the last are not loaded, if lhs is k-major.
+  if problem.lhs_layout == "k-major":
+    rows = min(rows, problem.m)
+  cols = config.tile_n / getattr(config, "cluster_m", 1)
+  by_tma = (rows * costs[0] + cols * costs[1]) / model.l2_rate
+  valid = {"lhs": min(rows, problem.m), "rhs": min(config.tile_n, problem.n)}
+  by_loads = sum(valid[operand] for operand in loaded) / model.load_rate
+  return tiles.SWIZZLE_BYTES * max(by_tma, by_loads)
+
+
+def _busy(
+    problem: Problem, kernel: str, config: Config, device: Device, model: Model, *,
+    per_sm: int, k_steps: int, sums: int, supply: float,
+) -> float:
+  """Time of the busiest SM for its tiles."""
+  specialised = isinstance(config, PersistentConfig)
+  in_turn = specialised and config.wg_dim == "tile"
+  cluster_k = getattr(config, "cluster_k", 1)
+  rate = device.matrix_tflops[problem.dtype] * 1e6 / device.num_sms  # FLOP/us
+  matrix = 2 * config.tile_m * config.tile_n * config.tile_k / rate
+  if specialised and (in_turn or config.consumers == 1):
+    matrix *= model.single
+  # blocked has one slot, and loads nothing while it multiplies.
+  ahead = max(getattr(config, "num_stages", 1) - 1, 0.5)
+  promotion = model.promotion / config.promote if config.promote else 0.0
+
+  # The epilogue of a tile. CTAs that share an SM store while others multiply, unless
+  # the stores are masked: those occupy the SM's own pipes.
+  wg_m, wg_n = _wg_tile(config)
+  out_bytes = 4 if sums > 1 else problem.out_itemsize
+  store = wg_m * wg_n * out_bytes / (model.store_rate * cluster_k)
+  masked = sums == 1 and problem.n * problem.out_itemsize % 16
+  if masked:
+    store *= model.masked
+  if cluster_k > 1:
+    store += 4 * wg_m * wg_n / model.exchange_rate
+
+  def busy_with(together: int) -> float:
+    """Time of as many tiles on one SM, at once: they hide each other's waits."""
+    alone = model.solo if not specialised and together == 1 else 1.0
+    step = max(matrix * alone, supply, model.latency / (together * ahead))
+    step += model.step / together + promotion
+    return together * (k_steps * step + store / (1 if masked else together))
+
+  if in_turn:  # Each tile but the last is stored while the next is multiplied.
+    tile = busy_with(1)
+    again = max(tile - store, tile / 2, store if masked else 0.0)
+    return tile + (per_sm - 1) * again
+  resident = 1 if specialised else _resident(problem, kernel, config)
+  rounds, rest = divmod(per_sm, resident)
+  return rounds * busy_with(resident) + (busy_with(rest) if rest else 0.0)
+
+
+def _memory(
+    problem: Problem, device: Device, model: Model, costs, tiles_m: int, tiles_n: int
+) -> float:
+  """Time of the memory for the bytes that must move; `costs`: see `_row_costs`."""
+  lhs_bytes, rhs_bytes, other_bytes = _operand_bytes(problem)
+  if tiles_n > 1:
+    lhs_bytes *= 1 + model.reread
+  if tiles_m > 1:
+    rhs_bytes *= 1 + model.reread
+  moved = lhs_bytes * costs[0] + rhs_bytes * costs[1] + other_bytes
+  return moved / (device.bandwidth_tbps * 1e6 * model.memory)
 
 
 def _resident(problem: Problem, kernel: str, config: Config) -> int:
