@@ -21,6 +21,7 @@ from collections.abc import Iterator
 import dataclasses
 import functools
 import math
+from typing import Any
 
 from jaxgemm.device import Device
 from pallas_kernels import KERNELS, persistent, tiles
@@ -127,33 +128,52 @@ def _configs(problem: Problem, device: Device) -> Iterator[tuple[str, Config]]:
   for tile_m, tile_n, consumers, wg_dim in (*_PERSISTENT_TILES, *_PING_PONG_TILES):
     if _wasteful(problem, tile_m, tile_n):
       continue
-    if wg_dim == "tile" and _num_tiles(problem, tile_m, tile_n) <= device.num_sms:
-      continue  # Nobody's turn comes.
     shape = dict(
         tile_m=tile_m, tile_n=tile_n, tile_k=tile_k, consumers=consumers, wg_dim=wg_dim
     )
-    stages = _stages(problem, "persistent", PersistentConfig(**shape, num_stages=0))
-    whole = dict(shape, num_stages=stages, promote=promote)
-    loads = consumers == 1 and problem.itemsize == 2
-    loads = loads and _passes(problem, (tile_m, tile_n))
-    if loads:
-      yield "persistent", _by_loads(PersistentConfig(**whole))
-    if tile_m * tile_n >= _BIG_TILE and problem.m > tile_m:
-      # First among equals: multicast moves less data, which tells when clocks fall.
-      yield "persistent", PersistentConfig(**whole, cluster_m=2)
-    yield "persistent", PersistentConfig(**whole)
-    if wg_dim == "tile":
-      continue
-    for splits, cluster_k in _splits(problem, device, tile_m, tile_n, k_steps):
-      split = dict(
-          shape, splits=splits, cluster_k=cluster_k,
-          promote=promotion(problem, tiles.cdiv(k_steps, splits)),
-      )
-      stages = _stages(problem, "split_k", SplitKConfig(**split, num_stages=0))
-      whole = SplitKConfig(**split, num_stages=stages)
-      yield "split_k", whole
-      if loads:
-        yield "split_k", _by_loads(whole)
+    num_tiles = _num_tiles(problem, tile_m, tile_n)
+    # Larger tiles are of no use where most SMs get none.
+    enough = device.num_sms // 4 if tile_m * tile_n > 64 * 64 else 1
+    turns = wg_dim != "tile" or num_tiles > device.num_sms
+    if turns and num_tiles >= enough:
+      yield from _whole_configs(problem, shape, promote)
+    if wg_dim == "m":  # The others have been seen never to win where k is split.
+      for splits, cluster_k in _splits(device, num_tiles, k_steps):
+        if num_tiles * splits >= enough:
+          yield from _split_configs(problem, shape, k_steps, splits, cluster_k)
+
+
+def _whole_configs(
+    problem: Problem, shape: dict[str, Any], promote: int
+) -> Iterator[tuple[str, Config]]:
+  stages = _stages(problem, "persistent", PersistentConfig(**shape, num_stages=0))
+  whole = PersistentConfig(**shape, num_stages=stages, promote=promote)
+  if whole.tile_m * whole.tile_n >= _BIG_TILE and problem.m > whole.tile_m:
+    # First among equals: multicast moves less data, which tells when clocks fall.
+    yield "persistent", dataclasses.replace(whole, cluster_m=2)
+  yield "persistent", whole
+  if _may_load(problem, whole):
+    yield "persistent", _by_loads(whole)
+
+
+def _split_configs(
+    problem: Problem, shape: dict[str, Any], k_steps: int, splits: int, cluster_k: int
+) -> Iterator[tuple[str, Config]]:
+  promote = promotion(problem, tiles.cdiv(k_steps, splits))
+  split = dict(shape, splits=splits, cluster_k=cluster_k, promote=promote)
+  stages = _stages(problem, "split_k", SplitKConfig(**split, num_stages=0))
+  found = SplitKConfig(**split, num_stages=stages)
+  yield "split_k", found
+  if _may_load(problem, found):
+    yield "split_k", _by_loads(found)
+
+
+def _may_load(problem: Problem, config: PersistentConfig) -> bool:
+  """Whether there is something that registers could load in place of a pass."""
+  return bool(
+      config.consumers == 1 and problem.itemsize == 2
+      and _passes(problem, _wg_tile(config))
+  )
 
 
 def _by_loads(config: PersistentConfig) -> PersistentConfig:
@@ -179,9 +199,8 @@ def _stages(problem: Problem, kernel: str, config) -> int:
   return min(_MAX_STAGES, (tiles.SMEM_LIMIT_BYTES - rest) // slot)
 
 
-def _splits(problem, device, tile_m, tile_n, k_steps) -> list[tuple[int, int]]:
+def _splits(device: Device, num_tiles: int, k_steps: int) -> list[tuple[int, int]]:
   """(splits, cluster_k) that fill the SMs once, as far as they can."""
-  num_tiles = _num_tiles(problem, tile_m, tile_n)
   most = min(device.num_sms // num_tiles, k_steps // 2)
   if most < 2:
     return []

@@ -11,6 +11,7 @@ else. This module is a leaf: it imports no kernel and touches no device.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Literal
 
 import jax.numpy as jnp
@@ -85,11 +86,20 @@ class Problem:
     rhs = "N" if self.rhs_layout == "n-major" else "T"
     return lhs + rhs
 
-  @property
+  # A plan asks for these hundreds of times.
+
+  @functools.cached_property
+  def _hash(self) -> int:
+    return hash(tuple(getattr(self, field.name) for field in dataclasses.fields(self)))
+
+  def __hash__(self) -> int:
+    return self._hash
+
+  @functools.cached_property
   def itemsize(self) -> int:
     return jnp.dtype(self.dtype).itemsize
 
-  @property
+  @functools.cached_property
   def out_itemsize(self) -> int:
     return jnp.dtype(self.out_dtype).itemsize
 
