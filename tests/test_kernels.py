@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -185,6 +187,12 @@ def test_tile_order_visits_every_tile_once(shape, width, minor):
         ("split_k", dict(splits=5), "k=256"),
         ("split_k", dict(splits=3, cluster_k=2), "cluster_k=2"),
         ("split_k", dict(splits=4, cluster_k=2, cluster_m=2), "excludes cluster_m"),
+        ("split_k", dict(wg_dim="tile"), "wg_dim=tile"),
+        ("persistent", dict(wg_dim="tile", tile_m=64, tile_n=16, num_stages=17), "16"),
+        ("persistent", dict(pad=False), "one consumer"),
+        ("persistent", dict(pad=False, cluster_m=2), "only TMA multicasts"),
+        ("persistent", dict(pad=False, consumers=1, num_stages=4), "multiple of 3"),
+        ("persistent", dict(pad=False, consumers=1, num_stages=3), "too few registers"),
     ],
 )
 def test_supports_names_the_constraint(kernel, fields, named):
@@ -205,5 +213,4 @@ def test_supports_refuses_other_dtypes(kernel):
       (dict(algorithm="tf32_f32"), "tf32_f32"),
       (dict(m=0), "m=0"),
   ]:
-    bad = type(problem)(**{**vars(problem), **fields})
-    assert named in module.supports(bad, config)
+    assert named in module.supports(dataclasses.replace(problem, **fields), config)
