@@ -17,7 +17,8 @@ work while a tile is stored:
   consumer 0                 | wgmma of tile 0 | epilogue, store | wgmma of tile 2
   consumer 1                                   | wgmma of tile 1 | epilogue, store
 
-With clusters, neighbours along m share the rhs tile and neighbours along n the
+With `pad` false, three producers load what TMA cannot take through registers, k tiles
+in turn. With clusters, neighbours along m share the rhs tile and neighbours along n the
 lhs tile: each loads half of it and multicasts it to both.
 
 Barriers: see `ring`. Constraints: see `supports`.
@@ -74,26 +75,37 @@ def check_config(problem: Problem, config: PersistentConfig) -> str | None:
     )
   if config.grid_width < 1:
     return f"grid_width={config.grid_width} must be at least 1"
-  if not config.pad:
-    if problem.itemsize != 2:
-      return f"pad=False: registers load 16-bit operands, not {problem.dtype}"
-    if config.cluster_m * config.cluster_n > 1:
-      return "pad=False excludes cluster_m and cluster_n: only TMA multicasts"
-    if config.consumers > 1:
-      return "pad=False leaves registers for one consumer"
-    if config.num_stages % num_producers(config):
-      return (
-          f"pad=False: num_stages={config.num_stages} must be a multiple of"
-          f" {LOADING_PRODUCERS}, the number of producers"
-      )
-    if wg_m * wg_n // accumulate.WG_THREADS > MAX_UNTRADED_SUMS:
-      return f"pad=False: {wg_m}x{wg_n} a warpgroup leaves too few registers to load"
   return (
-      tiles.check_tile(problem, config.tile_m, config.tile_n, config.tile_k)
+      _check_loads(problem, config)
+      or tiles.check_tile(problem, config.tile_m, config.tile_n, config.tile_k)
       or accumulate.check(wg_m, wg_n, config.promote)
       or _check_wg_n(problem, wg_n)
       or tiles.check_smem(smem_bytes(problem, config))
   )
+
+
+def _check_loads(problem: Problem, config: PersistentConfig) -> str | None:
+  """Why registers cannot load operands, or None."""
+  if config.pad:
+    return None
+  if problem.itemsize != 2:
+    return f"pad=False: registers load 16-bit operands, not {problem.dtype}"
+  if config.cluster_m * config.cluster_n > 1:
+    return "pad=False excludes cluster_m and cluster_n: only TMA multicasts"
+  if config.consumers > 1:
+    return "pad=False leaves registers for one consumer"
+  if config.num_stages % LOADING_PRODUCERS:
+    return (
+        f"pad=False: num_stages={config.num_stages} must be a multiple of"
+        f" {LOADING_PRODUCERS}, the number of producers"
+    )
+  sums = config.tile_m * config.tile_n // accumulate.WG_THREADS
+  if sums * (2 if config.promote else 1) > MAX_UNTRADED_SUMS:
+    return (
+        f"pad=False: sums of {config.tile_m}x{config.tile_n} leave too few registers"
+        " to load with"
+    )
+  return None
 
 
 def _check_wg_n(problem: Problem, wg_n: int) -> str | None:
