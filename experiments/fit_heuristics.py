@@ -1,7 +1,7 @@
 """Fits the constants of the heuristics' cost model to measured times.
 
 The times are those of experiments/sweep.py. A seeded random search moves the
-logarithms of the constants of jaxgemm.heuristics.Model. What it makes small is,
+logarithms of the constants of jaxgemm.cost_model.Model. What it makes small is,
 on average over the problems,
 
   the error of log(estimate / time), where the fastest candidates weigh most,
@@ -34,7 +34,7 @@ import tabulate
 from experiments import common_flags, products, progress
 from experiments.report import geometric_mean
 from experiments.sweep import xla_estimate_us
-from jaxgemm import heuristics
+from jaxgemm import cost_model, heuristics
 from jaxgemm.device import Device, known_device
 from pallas_kernels import KERNELS
 from pallas_kernels.problem import ALGORITHM_OF_DTYPE, Config, Problem
@@ -93,12 +93,12 @@ class Group:
   xla_us: float | None
   xla_estimate_us: float | None
 
-  def estimates_us(self, model: heuristics.Model) -> np.ndarray:
+  def estimates_us(self, model: cost_model.Model) -> np.ndarray:
     """Returns the estimate of each candidate under `model`."""
     return np.array([
         self.xla_estimate_us
         if one.config is None
-        else heuristics.estimate(
+        else cost_model.estimate(
             self.problem, one.kernel, one.config, self.device, model
         )[0]
         for one in self.measured
@@ -107,7 +107,7 @@ class Group:
   def times_us(self) -> np.ndarray:
     return np.array([one.time_us for one in self.measured])
 
-  def choice(self, model: heuristics.Model) -> Measured:
+  def choice(self, model: cost_model.Model) -> Measured:
     """Returns the listed candidate of the shortest estimate."""
     order = self.estimates_us(model).argsort(kind="stable")
     return next(self.measured[i] for i in order if self.measured[i].listed)
@@ -116,7 +116,7 @@ class Group:
     """Returns the fastest of all that were measured."""
     return min(self.measured, key=lambda one: one.time_us)
 
-  def regret(self, model: heuristics.Model) -> float:
+  def regret(self, model: cost_model.Model) -> float:
     return self.choice(model).time_us / self.best().time_us
 
 
@@ -167,7 +167,7 @@ def _group(rows: Sequence[dict[str, Any]]) -> Group:
   return Group(first["name"], problem, device, tuple(measured), xla_us, xla_estimate)
 
 
-def loss(groups: Sequence[Group], model: heuristics.Model) -> float:
+def loss(groups: Sequence[Group], model: cost_model.Model) -> float:
   """Returns how far `model` is from the times; see the module's docstring."""
   total = 0.0
   for group in groups:
@@ -184,11 +184,11 @@ def loss(groups: Sequence[Group], model: heuristics.Model) -> float:
 
 def fit(
     groups: Sequence[Group],
-    start: heuristics.Model = heuristics.MODEL,
+    start: cost_model.Model = cost_model.MODEL,
     *,
     iterations: int,
     seed: int,
-) -> heuristics.Model:
+) -> cost_model.Model:
   """Returns the model that a random search from `start` finds best.
 
   Its constants have three significant digits.
@@ -196,8 +196,8 @@ def fit(
   rng = np.random.default_rng(seed)
   origin = np.log(dataclasses.astuple(start))
 
-  def evaluated(logs: np.ndarray) -> tuple[float, heuristics.Model]:
-    model = heuristics.Model(*(float(f"{value:.3g}") for value in np.exp(logs)))
+  def evaluated(logs: np.ndarray) -> tuple[float, cost_model.Model]:
+    model = cost_model.Model(*(float(f"{value:.3g}") for value in np.exp(logs)))
     pull = _PULL * np.mean((logs - origin) ** 2)
     return loss(groups, model) + float(pull), model
 
@@ -217,7 +217,7 @@ def fit(
   return best_model
 
 
-def table(groups: Sequence[Group], models: dict[str, heuristics.Model]) -> str:
+def table(groups: Sequence[Group], models: dict[str, cost_model.Model]) -> str:
   """Returns the best candidate of each problem, and each model's choice."""
   lines = []
   for group in groups:
@@ -243,7 +243,7 @@ def table(groups: Sequence[Group], models: dict[str, heuristics.Model]) -> str:
   )
 
 
-def summary(groups: Sequence[Group], name: str, model: heuristics.Model) -> str:
+def summary(groups: Sequence[Group], name: str, model: cost_model.Model) -> str:
   """Returns what `table` says of one model, in a line."""
   found = [group.regret(model) for group in groups]
   worst = groups[int(np.argmax(found))].name
@@ -253,8 +253,8 @@ def summary(groups: Sequence[Group], name: str, model: heuristics.Model) -> str:
   )
 
 
-def source(model: heuristics.Model) -> str:
-  """Returns the definition of heuristics.Model with the constants of `model`."""
+def source(model: cost_model.Model) -> str:
+  """Returns the definition of cost_model.Model with the constants of `model`."""
 
   def replaced(match: re.Match[str]) -> str:
     return match["start"] + _literal(getattr(model, match["name"]))
@@ -262,7 +262,7 @@ def source(model: heuristics.Model) -> str:
   return re.sub(
       r"(?m)^(?P<start> +(?P<name>\w+): float = )[\d.e+-]+",
       replaced,
-      inspect.getsource(heuristics.Model),
+      inspect.getsource(cost_model.Model),
   ).rstrip()
 
 
@@ -286,7 +286,7 @@ def main(argv: Sequence[str]) -> None:
     raise app.UsageError(str(error)) from error
   if not groups:
     raise app.UsageError("no problem has two timed candidates")
-  models = {"now": heuristics.MODEL}
+  models = {"now": cost_model.MODEL}
   if not _CHECK.value:
     num_estimates = sum(len(group.measured) for group in groups)
     affordable = max(1, _MAX_ESTIMATES // num_estimates)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from experiments import fit_heuristics, gate, products, report, summary, sweep
-from jaxgemm import heuristics
+from jaxgemm import cost_model, heuristics
 from pallas_kernels import KERNELS
 
 
@@ -93,10 +93,10 @@ def test_sweep_summary(tmp_path, capsys):
 
 
 TRUE_MODEL = dataclasses.replace(
-    heuristics.MODEL,
-    latency=2 * heuristics.MODEL.latency,
-    l2_rate=heuristics.MODEL.l2_rate / 2,
-    step=3 * heuristics.MODEL.step,
+    cost_model.MODEL,
+    latency=2 * cost_model.MODEL.latency,
+    l2_rate=cost_model.MODEL.l2_rate / 2,
+    step=3 * cost_model.MODEL.step,
 )
 
 
@@ -110,7 +110,7 @@ def sweep_file(tmp_path_factory):
       def time_us_of(kernel, config, problem=case.problem):
         if kernel == "xla":
           return sweep.xla_estimate_us(problem, H200) or 50.0
-        return heuristics.estimate(problem, kernel, config, H200, TRUE_MODEL)[0]
+        return cost_model.estimate(problem, kernel, config, H200, TRUE_MODEL)[0]
 
       file.writelines(row.to_json() + "\n" for row in _swept(case, time_us_of))
   return path
@@ -126,7 +126,7 @@ def test_fit_reads_a_sweep(sweep_file):
     assert len(group.measured) == len(listed) and group.device == H200
     assert all(one.listed for one in group.measured)
     np.testing.assert_allclose(
-        sorted(group.estimates_us(heuristics.MODEL)), [c.time_us for c in listed]
+        sorted(group.estimates_us(cost_model.MODEL)), [c.time_us for c in listed]
     )
     assert group.regret(TRUE_MODEL) == 1.0 and group.xla_us > 0
 
@@ -139,7 +139,7 @@ def test_fit_refuses_other_rows(tmp_path):
 
 def test_fit_finds_a_better_model(sweep_file):
   groups = fit_heuristics.read([sweep_file])
-  present = fit_heuristics.loss(groups, heuristics.MODEL)
+  present = fit_heuristics.loss(groups, cost_model.MODEL)
   true = fit_heuristics.loss(groups, TRUE_MODEL)
   assert true < present / 2
   fitted = fit_heuristics.fit(groups, iterations=120, seed=0)

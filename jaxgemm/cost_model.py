@@ -1,0 +1,279 @@
+"""The estimated time of a candidate: a pure function of (Problem, Device).
+
+The model follows what the chip does with it:
+
+  step      one k tile of one CTA: the tensor cores, or the way from the L2 into
+            shared memory, whichever takes longer
+  tile      its steps, then the epilogue, unless another consumer's steps hide it
+  CTA, SM   the tiles that fall to one SM, one after the other; the slowest SM
+            counts, so a last wave that is not full costs as much as a full one
+  chip      the time of the memory for the bytes that must move, short rows at more
+            than their bytes
+  extra     passes of their own: padding, rounding to TF32, adding partial sums
+
+The constants (`Model`) are fitted to measured times: see
+experiments/fit_heuristics.py. Nothing here knows a shape by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+from jaxgemm.device import Device
+from pallas_kernels import KERNELS, persistent, tiles
+from pallas_kernels.problem import Config, PersistentConfig, Problem
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+  """Constants of the cost model; times in us, rates in bytes/us of one SM."""
+
+  roles: float = 0.764  # Of a kernel with a producer: to part the registers.
+  team: float = 0.549  # Of the second consumer, to get going.
+  cluster: float = 0.0374  # Of each CTA of a cluster, to be launched together.
+  latency: float = 1.16  # From asking for a tile to having it.
+  l2_rate: float = 138e3  # L2 to shared memory.
+  short_rows: float = 0.226  # Of operands copied in rows of 128 bytes; less if longer.
+  crooked_rows: float = 0.921  # The same, where rows begin in the midst of 128 bytes.
+  reread: float = 0.132  # Share of an operand that each second tile fetches anew.
+  load_rate: float = 23.8e3  # Memory to shared memory through registers.
+  store_rate: float = 43.5e3  # Registers of a warpgroup to memory.
+  step: float = 0.00922  # Barriers and bookkeeping of a k tile.
+  solo: float = 0.415  # Of pipelined's steps, where one CTA has an SM to itself.
+  single: float = 1.03  # One warpgroup at a time does not fill the tensor cores.
+  masked: float = 3.86  # Masked stores against TMA's.
+  promotion: float = 0.0123  # Of the sums, once.
+  exchange_rate: float = 11.9e3  # Through distributed shared memory.
+  memory: float = 1.11  # Share of the bandwidth that a product reaches.
+  reduce: float = 2.91  # Launch of the kernel that adds the parts of split-k.
+  reduce_rate: float = 2.34e6  # Its bytes, out of the L2; of the whole chip.
+  pass_launch: float = 0.356  # Launch of a pass over an operand.
+  pass_rate: float = 4.57e6  # Bytes read and written; of the whole chip.
+
+
+MODEL = Model()
+
+
+def estimate(
+    problem: Problem, kernel: str, config: Config, device: Device, model: Model = MODEL
+) -> tuple[float, str]:
+  """(estimated time in us, what it consists of)."""
+  multicast = getattr(config, "cluster_m", 1)
+  splits = getattr(config, "splits", 1)
+  cluster_k = getattr(config, "cluster_k", 1)
+  specialised = isinstance(config, PersistentConfig)
+  tiles_m = tiles.round_up(tiles.cdiv(problem.m, config.tile_m), multicast)
+  tiles_n = tiles.cdiv(problem.n, config.tile_n)
+  num_tiles = problem.batch * tiles_m * tiles_n * splits
+  k_steps = tiles.cdiv(tiles.cdiv(problem.k, config.tile_k), splits)
+  sums = splits // cluster_k  # Of each element, that go through memory.
+
+  cluster = multicast * cluster_k
+  at_once = device.num_sms if cluster == 1 else device.max_clusters(cluster) * cluster
+  per_sm = tiles.cdiv(num_tiles, at_once)
+
+  needed = passes(problem, config)
+  loaded = ()  # Through registers.
+  if tiles.takes_loads(problem, config):
+    loaded, needed = tuple(operand for _, operand, _ in needed), ()
+  costs = _row_costs(problem, config.tile_m, config.tile_n, model)
+  busy = _busy(
+      problem, kernel, config, device, model, per_sm=per_sm, k_steps=k_steps, sums=sums,
+      supply=_supply(problem, config, model, costs, loaded),
+  )
+  memory = _memory(problem, device, model, costs, tiles_m, tiles_n)
+  main = model.latency + _soft_max(busy, memory)
+  if specialised:
+    main += model.roles + model.team * (config.consumers - 1)
+  if cluster > 1:
+    main += model.cluster * cluster
+  extra, what = _extra(problem, needed, sums, model)
+  if loaded:
+    what += f", {' and '.join(loaded)} through registers"
+  shape = f"{num_tiles} tiles, {per_sm} an SM, {k_steps} k tiles each"
+  bound = "the memory" if memory > busy else "the SMs"
+  return main + extra, f"{shape}; bound by {bound}{what}"
+
+
+def _supply(problem: Problem, config: Config, model: Model, costs, loaded) -> float:
+  """Time to bring one k tile of both operands into shared memory.
+
+  `costs` are those of `_row_costs`; `loaded` names what comes through registers.
+  """
+  rows = config.tile_m  # Those beyond the last are not loaded, if lhs is k-major.
+  if problem.lhs_layout == "k-major":
+    rows = min(rows, problem.m)
+  cols = config.tile_n / getattr(config, "cluster_m", 1)
+  by_tma = (rows * costs[0] + cols * costs[1]) / model.l2_rate
+  valid = {"lhs": min(rows, problem.m), "rhs": min(config.tile_n, problem.n)}
+  by_loads = sum(valid[operand] for operand in loaded) / model.load_rate
+  return tiles.SWIZZLE_BYTES * max(by_tma, by_loads)
+
+
+def _busy(
+    problem: Problem, kernel: str, config: Config, device: Device, model: Model, *,
+    per_sm: int, k_steps: int, sums: int, supply: float,
+) -> float:
+  """Time of the busiest SM for its tiles."""
+  specialised = isinstance(config, PersistentConfig)
+  in_turn = specialised and config.wg_dim == "tile"
+  cluster_k = getattr(config, "cluster_k", 1)
+  rate = device.matrix_tflops[problem.dtype] * 1e6 / device.num_sms  # FLOP/us
+  matrix = 2 * config.tile_m * config.tile_n * config.tile_k / rate
+  if specialised and (in_turn or config.consumers == 1):
+    matrix *= model.single
+  # blocked has one slot, and loads nothing while it multiplies.
+  ahead = max(getattr(config, "num_stages", 1) - 1, 0.5)
+  promotion = model.promotion / config.promote if config.promote else 0.0
+
+  # The epilogue of a tile. CTAs that share an SM store while others multiply, unless
+  # the stores are masked: those occupy the SM's own pipes.
+  wg_m, wg_n = _wg_tile(config)
+  out_bytes = 4 if sums > 1 else problem.out_itemsize
+  store = wg_m * wg_n * out_bytes / (model.store_rate * cluster_k)
+  masked = sums == 1 and problem.n * problem.out_itemsize % 16
+  if masked:
+    store *= model.masked
+  if cluster_k > 1:
+    store += 4 * wg_m * wg_n / model.exchange_rate
+
+  def busy_with(together: int) -> float:
+    """Time of as many tiles on one SM, at once: they hide each other's waits."""
+    alone = model.solo if not specialised and together == 1 else 1.0
+    step = max(matrix * alone, supply, model.latency / (together * ahead))
+    step += model.step / together + promotion
+    return together * (k_steps * step + store / (1 if masked else together))
+
+  if in_turn:  # Each tile but the last is stored while the next is multiplied.
+    tile = busy_with(1)
+    again = max(tile - store, tile / 2, store if masked else 0.0)
+    return tile + (per_sm - 1) * again
+  resident = 1 if specialised else _resident(problem, kernel, config)
+  rounds, rest = divmod(per_sm, resident)
+  return rounds * busy_with(resident) + (busy_with(rest) if rest else 0.0)
+
+
+def _memory(
+    problem: Problem, device: Device, model: Model, costs, tiles_m: int, tiles_n: int
+) -> float:
+  """Time of the memory for the bytes that must move; `costs`: see `_row_costs`."""
+  lhs_bytes, rhs_bytes, other_bytes = _operand_bytes(problem)
+  if tiles_n > 1:
+    lhs_bytes *= 1 + model.reread
+  if tiles_m > 1:
+    rhs_bytes *= 1 + model.reread
+  moved = lhs_bytes * costs[0] + rhs_bytes * costs[1] + other_bytes
+  return moved / (device.bandwidth_tbps * 1e6 * model.memory)
+
+
+def _resident(problem: Problem, kernel: str, config: Config) -> int:
+  """CTAs of one warpgroup that share an SM."""
+  by_smem = tiles.SMEM_LIMIT_BYTES // KERNELS[kernel].smem_bytes(problem, config)
+  sums = 2 if config.promote else 1
+  registers = min(sums * config.tile_m * config.tile_n // 128 + 56, 255)
+  by_registers = 65536 // (128 * tiles.round_up(registers, 8))
+  return max(1, min(by_smem, by_registers))
+
+
+def _soft_max(a: float, b: float, power: float = 6.0) -> float:
+  """A little over the larger: two bounds that are close hinder each other."""
+  return (a**power + b**power) ** (1 / power)
+
+
+def _wg_tile(config: Config) -> tuple[int, int]:
+  """Rows and columns that one warpgroup multiplies."""
+  if isinstance(config, PersistentConfig):
+    return persistent.wg_tile(config)
+  return config.tile_m, config.tile_n
+
+
+# What is done to an operand before the kernel, to which, and the bytes of that one.
+Pass = tuple[str, str, int]
+
+
+def _extra(
+    problem: Problem, needed: tuple[Pass, ...], sums: int, model: Model
+) -> tuple[float, str]:
+  """Time of the passes beside the product, and their names."""
+  time, names = 0.0, []
+  if sums > 1:
+    partial_bytes = 4 * problem.batch * problem.m * problem.n * sums
+    time += model.reduce + partial_bytes / model.reduce_rate
+    names.append("adding the parts")
+  for what, operand, num_bytes in needed:
+    time += model.pass_launch + 2 * num_bytes / model.pass_rate
+    names.append(f"{what} {operand}")
+  return time, "".join(f", + {name}" for name in names)
+
+
+def passes(problem: Problem, config: Config) -> tuple[Pass, ...]:
+  """The passes over operands that a config needs if it loads none through registers."""
+  return _passes(problem, _wg_tile(config))
+
+
+@functools.lru_cache(maxsize=1024)
+def _passes(problem: Problem, wg_tile: tuple[int, int]) -> tuple[Pass, ...]:
+  found = []
+  for name, shape, k_major, wg_mn in (
+      ("lhs", problem.lhs_shape, problem.lhs_layout == "k-major", wg_tile[0]),
+      ("rhs", problem.rhs_shape, problem.rhs_layout == "k-major", wg_tile[1]),
+  ):
+    what = pass_over(problem, shape, k_major, wg_mn)
+    if what is not None:
+      found.append((what, name, math.prod(shape) * problem.itemsize))
+  return tuple(found)
+
+
+@functools.lru_cache(maxsize=1024)
+def _operand_bytes(problem: Problem) -> tuple[int, int, int]:
+  """Bytes of lhs, of rhs, and of everything else."""
+  lhs, rhs = (
+      math.prod(shape) * problem.itemsize
+      for shape in (problem.lhs_shape, problem.rhs_shape)
+  )
+  return lhs, rhs, problem.num_bytes - lhs - rhs
+
+
+def _row_costs(
+    problem: Problem, tile_m: int, tile_n: int, model: Model
+) -> tuple[float, float]:
+  """What it costs to fetch lhs and rhs, in multiples of their bytes.
+
+  A tile is fetched in rows: a k tile of a k-major operand, else the tile's whole
+  width. Short ones make poor use of the memory's pages and of the L2's lines.
+  """
+  costs = []
+  for k_major, tile_mn, mn in (
+      (problem.lhs_layout == "k-major", tile_m, problem.m),
+      (problem.rhs_layout == "k-major", tile_n, problem.n),
+  ):
+    row, stride = (0, problem.k) if k_major else (tile_mn, mn)
+    cost = 1.0
+    if row:
+      cost += model.short_rows * tiles.SWIZZLE_BYTES / (row * problem.itemsize)
+    if stride * problem.itemsize % tiles.SWIZZLE_BYTES:
+      width = row * problem.itemsize if row else tiles.SWIZZLE_BYTES
+      cost += model.crooked_rows * tiles.SWIZZLE_BYTES / width
+    costs.append(cost)
+  return costs[0], costs[1]
+
+
+def pass_over(problem: Problem, shape, k_major: bool, wg_mn: int) -> str | None:
+  """What `tiles.prepare` does to an operand before the kernel, or None."""
+  if problem.dtype == "float32":
+    return "rounding" if k_major else "rounding and transposing"
+  way = tiles.way(*shape[1:], problem.dtype, k_major, wg_mn)
+  return "padding" if tiles.needs_padding(*shape[1:], problem.dtype, way) else None
+
+
+def estimate_xla(problem: Problem, device: Device) -> tuple[float, str]:
+  """XLA, for float32 operands: it needs no pass over them where TMA takes them."""
+  rate = device.matrix_tflops[problem.dtype] * 1e6
+  aligned = problem.k % 4 == 0 and problem.n % 4 == 0 and problem.m % 4 == 0
+  efficiency = 0.9 if aligned else 0.3
+  busy = problem.flops / (rate * efficiency)
+  memory = problem.num_bytes / (device.bandwidth_tbps * 1e6 * 0.8)
+  time = 4.0 + _soft_max(busy, memory)
+  return time, "TF32 without a pass over the operands"
