@@ -220,7 +220,7 @@ def _passes(problem: Problem, wg_tile: tuple[int, int]) -> tuple[Pass, ...]:
       ("lhs", problem.lhs_shape, problem.lhs_layout == "k-major", wg_tile[0]),
       ("rhs", problem.rhs_shape, problem.rhs_layout == "k-major", wg_tile[1]),
   ):
-    what = pass_over(problem, shape, k_major, wg_mn)
+    what = _pass_over(problem, shape, k_major, wg_mn)
     if what is not None:
       found.append((what, name, math.prod(shape) * problem.itemsize))
   return tuple(found)
@@ -249,18 +249,16 @@ def _row_costs(
       (problem.lhs_layout == "k-major", tile_m, problem.m),
       (problem.rhs_layout == "k-major", tile_n, problem.n),
   ):
-    row, stride = (0, problem.k) if k_major else (tile_mn, mn)
-    cost = 1.0
-    if row:
-      cost += model.short_rows * tiles.SWIZZLE_BYTES / (row * problem.itemsize)
+    row_bytes = tiles.SWIZZLE_BYTES if k_major else tile_mn * problem.itemsize
+    stride = problem.k if k_major else mn
+    extra = 0.0 if k_major else model.short_rows  # The next k tile follows in memory.
     if stride * problem.itemsize % tiles.SWIZZLE_BYTES:
-      width = row * problem.itemsize if row else tiles.SWIZZLE_BYTES
-      cost += model.crooked_rows * tiles.SWIZZLE_BYTES / width
-    costs.append(cost)
+      extra += model.crooked_rows
+    costs.append(1.0 + extra * tiles.SWIZZLE_BYTES / row_bytes)
   return costs[0], costs[1]
 
 
-def pass_over(problem: Problem, shape, k_major: bool, wg_mn: int) -> str | None:
+def _pass_over(problem: Problem, shape, k_major: bool, wg_mn: int) -> str | None:
   """What `tiles.prepare` does to an operand before the kernel, or None."""
   if problem.dtype == "float32":
     return "rounding" if k_major else "rounding and transposing"

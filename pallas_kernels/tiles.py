@@ -100,7 +100,7 @@ class Operand:
 
   @property
   def num_copies(self) -> int:
-    """TMA copies that bring one tile; each arrives once."""
+    """Arrivals on the slot's barrier, one a copy, when a tile is brought."""
     return self.tile_mn // swizzle_elems(self.dtype) if self.way == "chunks" else 1
 
   def slots(self, num_slots: int) -> Any:
