@@ -59,11 +59,13 @@ _PERSISTENT_TILES = (
     (128, 192, 2, "m"), (192, 128, 2, "n"), (128, 160, 2, "m"), (128, 128, 2, "m"),
     (64, 256, 2, "n"), (128, 64, 2, "m"), (128, 128, 1, "m"), (128, 64, 1, "m"),
     (64, 192, 1, "m"), (64, 128, 1, "m"), (64, 64, 1, "m"), (64, 32, 1, "m"),
+    (128, 384, 2, "m"), (128, 320, 2, "m"), (64, 384, 1, "m"), (64, 320, 1, "m"),
+    (192, 192, 3, "m"), (192, 128, 3, "m"),
 )
 # The same for consumers that take tiles in turn.
 _PING_PONG_TILES = (
     (128, 192, 2, "tile"), (192, 128, 2, "tile"), (128, 128, 2, "tile"),
-    (64, 256, 2, "tile"), (64, 128, 2, "tile"),
+    (64, 320, 2, "tile"), (64, 256, 2, "tile"), (64, 128, 2, "tile"),
 )
 # (tile_m, tile_n, stages), for results whose tiles all run at once. CTAs that come and
 # go fall out of step, and no longer ask the L2 for the same rows at the same time.

@@ -26,16 +26,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 Ref = Any
-MAX_ACC_REGISTERS = 200  # A thread has 255, and needs some for other things.
+OTHER_REGISTERS = 32  # What a thread needs beside its sums.
+MAX_ACC_REGISTERS = 232 - OTHER_REGISTERS
 WG_THREADS = 128
 
 
-def check(wg_tile_m: int, wg_tile_n: int, promote: int) -> str | None:
+def check(
+    wg_tile_m: int, wg_tile_n: int, promote: int, registers: int = MAX_ACC_REGISTERS
+) -> str | None:
   """Why a warpgroup cannot hold the sums of such a tile, or None."""
   if promote < 0:
     return f"promote={promote} must be a number of k tiles, or 0"
   sums = 2 if promote else 1
-  if sums * wg_tile_m * wg_tile_n // WG_THREADS > MAX_ACC_REGISTERS:
+  if sums * wg_tile_m * wg_tile_n // WG_THREADS > registers:
     what = "an accumulator and a promoted sum" if promote else "an accumulator"
     return f"{what} of {wg_tile_m}x{wg_tile_n} a warpgroup exceeds its registers"
   return None

@@ -43,6 +43,7 @@ from pallas_kernels.problem import PersistentConfig, Problem
 
 NAME = "persistent"
 Config = PersistentConfig
+MAX_TILE_N = 384  # Columns of a tile: those of two wgmma that need 192 registers.
 LOADING_PRODUCERS = 3  # Where registers load operands: see `num_producers`.
 MAX_BARRIERS = 32  # In one array of barriers.
 MAX_UNTRADED_SUMS = 64  # Registers of an accumulator beside producers that need some.
@@ -59,11 +60,16 @@ def wg_tile(config: PersistentConfig) -> tuple[int, int]:
 
 def check_config(problem: Problem, config: PersistentConfig) -> str | None:
   """Why the tiles, the ring or the cluster cannot be, or None."""
-  if config.consumers not in (1, 2):
-    return f"consumers={config.consumers} must be 1 or 2"
+  if config.consumers not in rings.CONSUMER_REGISTERS:
+    return f"consumers={config.consumers} must be 1, 2 or 3"
+  if config.consumers == 3 and config.wg_dim != "m":
+    return f"wg_dim={config.wg_dim}: three consumers share out m"
   wg_m, wg_n = wg_tile(config)
   if wg_m % 64:
-    return f"tile_m={config.tile_m} over two warpgroups: each needs a multiple of 64"
+    return (
+        f"tile_m={config.tile_m} over {config.consumers} warpgroups: each needs a"
+        " multiple of 64"
+    )
   if config.num_stages < 2:
     return f"num_stages={config.num_stages}: a ring has at least 2 slots"
   if config.wg_dim == "tile" and config.num_stages > MAX_BARRIERS // 2:
@@ -77,8 +83,10 @@ def check_config(problem: Problem, config: PersistentConfig) -> str | None:
     return f"grid_width={config.grid_width} must be at least 1"
   return (
       _check_loads(problem, config)
-      or tiles.check_tile(problem, config.tile_m, config.tile_n, config.tile_k)
-      or accumulate.check(wg_m, wg_n, config.promote)
+      or tiles.check_tile(
+          problem, config.tile_m, config.tile_n, config.tile_k, most_n=MAX_TILE_N
+      )
+      or accumulate.check(wg_m, wg_n, config.promote, registers(config))
       or _check_wg_n(problem, wg_n)
       or tiles.check_smem(smem_bytes(problem, config))
   )
@@ -127,6 +135,16 @@ def smem_bytes(problem: Problem, config: PersistentConfig) -> int:
   )
   epilogue = calls.epilogue_bytes(problem, wg_tile(config)[1], config.consumers)
   return ring + epilogue + tiles.BARRIER_BYTES
+
+
+def registers(config: PersistentConfig) -> int:
+  """Registers that a thread of a consumer has for its sums.
+
+  With three consumers ptxas compiles for the 128 that a thread has at launch,
+  whatever the producer gives away later.
+  """
+  kept = 128 if config.consumers == 3 else rings.CONSUMER_REGISTERS[config.consumers]
+  return kept - accumulate.OTHER_REGISTERS
 
 
 def num_teams(config: PersistentConfig) -> int:
@@ -237,7 +255,7 @@ def run(
       epilogue.finish()
 
     rings.specialise(
-        wg, config.consumers, _load, _multiply_and_store, trade=config.pad
+        wg, config.consumers, _load, _multiply_and_store, only_copies=config.pad
     )
 
   scratch, workspace = ring.scratch(), {}

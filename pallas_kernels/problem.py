@@ -183,9 +183,9 @@ class PersistentConfig:
   Attributes:
     tile_m, tile_n, tile_k: tile of one CTA.
     num_stages: slots of the shared-memory ring.
-    consumers: warpgroups that multiply, 1 or 2.
-    wg_dim: the dimension of the tile that two consumers share out; with "tile" they
-      take whole tiles in turn.
+    consumers: warpgroups that multiply, 1 to 3.
+    wg_dim: the dimension of the tile that consumers share out; with "tile" two of
+      them take whole tiles in turn. Three share out "m".
     cluster_m, cluster_n: CTAs of a cluster along m or n; neighbours along m
       share the rhs tile, neighbours along n the lhs tile (multicast).
     grid_minor: the dimension along which consecutive CTAs walk first.

@@ -29,8 +29,9 @@ import jax.numpy as jnp
 
 from pallas_kernels import tiles
 
-PRODUCER_REGISTERS = 40
-CONSUMER_REGISTERS = 232
+# What a thread keeps, by the number of consumers: all CTA's threads share 64 K.
+PRODUCER_REGISTERS = {1: 40, 2: 40, 3: 32}
+CONSUMER_REGISTERS = {1: 232, 2: 232, 3: 160}
 Ref = Any
 
 
@@ -121,20 +122,23 @@ class Ring:
     lax.fori_loop(jnp.int32(0), count, load, None)
 
   def consume(self, acc, refs, *, first_step, num_steps, lhs_part, rhs_part):
-    """acc += the product of `num_steps` slots; one wgmma stays in flight.
+    """acc += the product of `num_steps` slots; one slot's wgmma stays in flight.
 
     `lhs_part` and `rhs_part` are (start, size): this warpgroup's share.
     """
+    columns = tiles.instruction_columns(acc.shape[1])
 
     def multiply(i, _):
       slot = self._slot(first_step + i)
       plgpu.barrier_wait(self._barrier(refs["full"], first_step + i))
-      plgpu.wgmma(
-          acc,
-          self.lhs.view(refs["lhs_slots"], slot, *lhs_part),
-          self.rhs.view(refs["rhs_slots"], slot, *rhs_part),
-      )
-      plgpu.wgmma_wait(1)
+      lhs = self.lhs.view(refs["lhs_slots"], slot, *lhs_part)
+      if len(columns) == 1:
+        plgpu.wgmma(acc, lhs, self.rhs.view(refs["rhs_slots"], slot, *rhs_part))
+      else:
+        for start, size in columns:
+          rhs = self.rhs.view(refs["rhs_slots"], slot, rhs_part[0] + start, size)
+          plgpu.wgmma(acc.at[:, pl.ds(start, size)], lhs, rhs)
+      plgpu.wgmma_wait(len(columns))
 
       @pl.when(i > 0)
       def _free_the_last_slot():
@@ -161,21 +165,26 @@ class Ring:
     lax.fori_loop(jnp.int32(0), pending, wait, None)
 
 
-def specialise(wg, num_consumers: int, produce, consume, *, trade: bool = True) -> None:
+def specialise(
+    wg, num_consumers: int, produce, consume, *, only_copies: bool
+) -> None:
   """Runs `consume` in the first `num_consumers` warpgroups, `produce` in the others.
 
-  With `trade`, the producer gives most of its registers to the consumers, whose
-  accumulators need them.
+  A producer that `only_copies`, through TMA, gives most of its registers to the
+  consumers, whose accumulators need them. One of its warps does all the work: four
+  would have to meet at a barrier before each copy.
   """
 
   @pl.when(wg >= num_consumers)
   def _produce():
-    if trade:
-      plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-    produce()
+    if only_copies:
+      plgpu.set_max_registers(PRODUCER_REGISTERS[num_consumers], action="decrease")
+      plgpu.warp_map(lambda warp: pl.when(warp == 0)(produce))
+    else:
+      produce()
 
   @pl.when(wg < num_consumers)
   def _consume():
-    if trade:
-      plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+    if only_copies:
+      plgpu.set_max_registers(CONSUMER_REGISTERS[num_consumers], action="increase")
     consume()

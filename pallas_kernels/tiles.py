@@ -40,6 +40,7 @@ SWIZZLE_BYTES = 128
 SMEM_LIMIT_BYTES = 232448  # What one CTA may have on Hopper.
 BARRIER_BYTES = 1024  # Room for every mbarrier of a kernel, one alignment unit.
 TMA_BOX_LIMIT = 256  # Elements of one dimension of a TMA box.
+WGMMA_COLS = 256  # Columns that one wgmma instruction multiplies.
 GRID_WIDTH = 8  # Tiles of a band, where the config does not say (`tile_order`).
 
 Ref = Any  # A Pallas reference.
@@ -101,7 +102,16 @@ class Operand:
   @property
   def num_copies(self) -> int:
     """Arrivals on the slot's barrier, one a copy, when a tile is brought."""
-    return self.tile_mn // swizzle_elems(self.dtype) if self.way == "chunks" else 1
+    if self.way == "chunks":
+      return self.tile_mn // swizzle_elems(self.dtype)
+    return len(self._boxes) if self.way == "flat" else 1
+
+  @property
+  def _boxes(self) -> tuple[tuple[int, int], ...]:
+    """(first row, rows) of the copies of a flat tile."""
+    if self.tile_mn <= TMA_BOX_LIMIT:
+      return ((0, self.tile_mn),)
+    return instruction_columns(self.tile_mn)
 
   def slots(self, num_slots: int) -> Any:
     """Scratch type of `num_slots` tiles in shared memory."""
@@ -142,13 +152,15 @@ class Operand:
         copy(slots.at[slot, i], (k, self.tile_k), (mn + i * width, width))
     elif self.way == "tiled":
       copy(slots.at[slot], (k, self.tile_k), (mn, self.tile_mn))
-    elif self.mn < self.tile_mn and not collective_axes:
+    elif self.mn < self.tile_mn <= TMA_BOX_LIMIT and not collective_axes:
       # Rows beyond the last are not worth the time to fill them with zeros: what
       # comes of them is not stored.
       rows = round_up(self.mn, 8)
       copy(slots.at[slot, pl.ds(0, rows)], (mn, rows), (k, self.tile_k))
     else:
-      copy(slots.at[slot], (mn, self.tile_mn), (k, self.tile_k))
+      for first, rows in self._boxes:
+        box = slots.at[slot, pl.ds(first, rows)]
+        copy(box, (mn + first, rows), (k, self.tile_k))
 
   def _load_through_registers(self, gmem: Ref, slot: Ref, batch, mn, k) -> None:
     rows, cols = (self.mn, self.k) if self.k_major else (self.k, self.mn)
@@ -359,7 +371,9 @@ class TileGrid:
 # -- Legality shared by the kernels ----------------------------------------------
 
 
-def check_tile(problem: Problem, tile_m: int, tile_n: int, tile_k: int) -> str | None:
+def check_tile(
+    problem: Problem, tile_m: int, tile_n: int, tile_k: int, *, most_n: int = WGMMA_COLS
+) -> str | None:
   """Why wgmma and TMA cannot work on this tile, or None."""
   elems = swizzle_elems(problem.dtype)
   if tile_m % 64 or not 64 <= tile_m <= TMA_BOX_LIMIT:
@@ -367,12 +381,20 @@ def check_tile(problem: Problem, tile_m: int, tile_n: int, tile_k: int) -> str |
   if tile_k != elems:
     return f"tile_k={tile_k} must be {elems} for {problem.dtype}: 128 bytes of k a slot"
   step = rhs_step(problem)
-  if tile_n % step or not step <= tile_n <= TMA_BOX_LIMIT:
+  if tile_n % step or not step <= tile_n <= most_n:
     return (
-        f"tile_n={tile_n} must be a multiple of {step} up to {TMA_BOX_LIMIT} for a"
+        f"tile_n={tile_n} must be a multiple of {step} up to {most_n} for a"
         f" {problem.rhs_layout} {problem.dtype} rhs"
     )
   return None
+
+
+def instruction_columns(cols: int) -> tuple[tuple[int, int], ...]:
+  """(start, size) of the wgmma instructions that share the columns of a tile."""
+  if cols <= WGMMA_COLS:
+    return ((0, cols),)
+  first = round_up(cols // 2, 64)
+  return (0, first), (first, cols - first)
 
 
 def reads_rhs_k_major(problem: Problem) -> bool:

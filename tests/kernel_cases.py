@@ -48,6 +48,18 @@ def small_config(kernel: str, dtype="bfloat16", **fields):
   return type(config)(**{**vars(config), **fields})
 
 
+# (fields of a config, columns of a problem): tiles of more columns than one wgmma
+# multiplies, and tiles of three consumers.
+WIDE_TILES = (
+    (dict(tile_m=128, tile_n=384, consumers=2, num_stages=3), 500),
+    (dict(tile_m=128, tile_n=320, consumers=2, num_stages=2, cluster_m=2), 700),
+    (dict(tile_m=64, tile_n=320, consumers=1), 320),
+    (dict(tile_m=64, tile_n=320, consumers=2, wg_dim="tile"), 901),
+    (dict(tile_m=192, tile_n=192, consumers=3, num_stages=3), 200),
+    (dict(tile_m=192, tile_n=128, consumers=3, num_stages=4, cluster_n=2), 520),
+)
+
+
 def random_operands(problem: Problem, seed: int = 0) -> tuple[jax.Array, ...]:
   """Fresh normal operands as the problem stores them: lhs, rhs and maybe c."""
   rng = np.random.default_rng(seed)

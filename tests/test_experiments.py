@@ -179,7 +179,10 @@ def test_interleaved_sums_the_kernels_of_each_call(cupti):
   # One call of each to learn its kernels, then all the rounds in one session.
   assert [len(session) for session in cupti.sessions] == [1, 3, 16]
   names = [name for name, _ in cupti.sessions[-1]]
-  assert names == ["gemm", "pad", "gemm", "reduce"] * 4
+  one, other = ["gemm"], ["pad", "gemm", "reduce"]
+  rounds = [names[i : i + 4] for i in range(0, 16, 4)]
+  assert all(found in (one + other, other + one) for found in rounds)
+  assert one + other in rounds and other + one in rounds  # Neither always leads.
   assert cupti.finalized
 
 
@@ -378,7 +381,8 @@ def test_runner_times_what_passed(cupti):
   assert [row.time_us for row in rows] == [250.0, None, 125.0, 62.5]
   assert [row.ratio_to_xla for row in rows] == [1.0, None, 2.0, 4.0]
   names = [name for name, _ in cupti.sessions[-1]]
-  assert names == ["xla", "good", "better"] * 3
+  rounds = [names[i : i + 3] for i in range(0, 9, 3)]
+  assert all(sorted(one) == ["better", "good", "xla"] for one in rounds)
 
 
 def test_runner_keeps_the_chip_loaded(monkeypatch):

@@ -83,6 +83,18 @@ def test_one_consumer(size, layouts):
   check("persistent", make_problem(*size, layouts), config)
 
 
+@pytest.mark.parametrize("layouts", LAYOUTS)
+@pytest.mark.parametrize("fields, n", kernel_cases.WIDE_TILES, ids=str)
+def test_wide_tiles(fields, n, layouts):
+  config = small_config("persistent", **fields)
+  check("persistent", make_problem(1000, n, 520, layouts), config)
+  check("persistent", make_problem(1000, n + 8, 128, layouts), config)
+  if "wg_dim" not in fields and "cluster_n" not in fields and "cluster_m" not in fields:
+    config = small_config("split_k", **fields, splits=2, cluster_k=2)
+    if KERNELS["split_k"].supports(make_problem(1, 1, 1024), config) is None:
+      check("split_k", make_problem(200, n, 1024, layouts), config)
+
+
 @pytest.mark.parametrize("k", [64, 128, 192, 256])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_few_k_tiles(kernel, k):

@@ -88,6 +88,13 @@ def test_many_short_tiles_a_cta(wg_dim, tile_n):
   check("persistent", make_problem(256, 576, 64, "NT"), config, num_sms=1)
 
 
+@pytest.mark.parametrize("layouts", ["NN", "TT"])
+@pytest.mark.parametrize("fields, n", kernel_cases.WIDE_TILES, ids=str)
+def test_wide_tiles(fields, n, layouts):
+  config = small_config("persistent", **fields)
+  check("persistent", make_problem(260, n, 136, layouts), config, num_sms=2)
+
+
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 @pytest.mark.parametrize("k", [64, 128, 320])
 def test_consumers_that_take_tiles_in_turn(num_stages, k):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 import itertools
+import random
 import time
 
 import jax
@@ -53,10 +54,12 @@ def interleaved[Name: Hashable](
 ) -> dict[Name, list[float]]:
   """Returns the kernel times in microseconds of `repeats` calls of each variant.
 
-  The variants run in turn (A B C A B C ...), so that a drift of the clocks meets
-  all of them alike, and each call takes the next input set, so that no call
-  finds the inputs of the one before it in the L2. One CUPTI session covers all
-  the rounds.
+  Each round calls every variant once, so that a drift of the clocks meets all of
+  them alike, in an order drawn anew (with a fixed seed): a chip at its power limit
+  slows a kernel down for what the one before it has spent, and in a fixed order
+  each variant would pay for always the same other one (2.5% for two kernels of
+  40 us on an H200). Each call takes the next input set, so that none finds the
+  inputs of the one before it in the L2. One CUPTI session covers all the rounds.
 
   Args:
     variants: jitted or compiled functions of one input set.
@@ -76,14 +79,17 @@ def interleaved[Name: Hashable](
     call = _once(variant, input_sets[0])
     kernel_names[name] = [kernel for kernel, _ in _measure(call, call, detach=False)]
 
+  draw = random.Random(0)
+  rounds = [draw.sample(list(variants), len(variants)) for _ in range(repeats)]
+
   def session() -> list[jax.Array]:
     sets = itertools.cycle(input_sets)
     # The results of a round are kept while memory allows, so that a call does not
     # write to what the one before it has just written; the profiler waits for them.
     results: collections.deque[jax.Array] = collections.deque()
-    for _ in range(repeats):
-      for variant in variants.values():
-        result = variant(*next(sets))
+    for names in rounds:
+      for name in names:
+        result = variants[name](*next(sets))
         results.append(result)
         affordable = max(1, _MAX_RESULTS_BYTES // max(result.nbytes, 1))
         if len(results) > min(len(variants), affordable):
@@ -99,9 +105,8 @@ def interleaved[Name: Hashable](
 
   kernels = iter(_measure(burn_in, session, detach=True))
   times_us: dict[Name, list[float]] = {name: [] for name in variants}
-  for _ in range(repeats):
-    for name in variants:
-      times_us[name].append(_take(kernels, name, kernel_names[name]))
+  for name in itertools.chain.from_iterable(rounds):
+    times_us[name].append(_take(kernels, name, kernel_names[name]))
   if extra := list(kernels):
     raise RuntimeError(f"{len(extra)} kernels more than expected: {extra[0][0]} ...")
   return times_us
