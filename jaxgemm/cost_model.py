@@ -30,27 +30,28 @@ from pallas_kernels.problem import Config, PersistentConfig, Problem
 class Model:
   """Constants of the cost model; times in us, rates in bytes/us of one SM."""
 
-  roles: float = 0.764  # Of a kernel with a producer: to part the registers.
-  team: float = 0.549  # Of the second consumer, to get going.
-  cluster: float = 0.0374  # Of each CTA of a cluster, to be launched together.
+  roles: float = 0.79  # Of a kernel with a producer: to part the registers.
+  team: float = 0.813  # Of the second consumer, to get going.
+  cluster: float = 0.0354  # Of each CTA of a cluster, to be launched together.
   latency: float = 1.16  # From asking for a tile to having it.
-  l2_rate: float = 138e3  # L2 to shared memory.
-  short_rows: float = 0.226  # Of operands copied in rows of 128 bytes; less if longer.
-  crooked_rows: float = 0.921  # The same, where rows begin in the midst of 128 bytes.
-  reread: float = 0.132  # Share of an operand that each second tile fetches anew.
-  load_rate: float = 23.8e3  # Memory to shared memory through registers.
-  store_rate: float = 43.5e3  # Registers of a warpgroup to memory.
-  step: float = 0.00922  # Barriers and bookkeeping of a k tile.
-  solo: float = 0.415  # Of pipelined's steps, where one CTA has an SM to itself.
-  single: float = 1.03  # One warpgroup at a time does not fill the tensor cores.
-  masked: float = 3.86  # Masked stores against TMA's.
-  promotion: float = 0.0123  # Of the sums, once.
-  exchange_rate: float = 11.9e3  # Through distributed shared memory.
-  memory: float = 1.11  # Share of the bandwidth that a product reaches.
-  reduce: float = 2.91  # Launch of the kernel that adds the parts of split-k.
-  reduce_rate: float = 2.34e6  # Its bytes, out of the L2; of the whole chip.
-  pass_launch: float = 0.356  # Launch of a pass over an operand.
-  pass_rate: float = 4.57e6  # Bytes read and written; of the whole chip.
+  l2_rate: float = 134e3  # L2 to shared memory.
+  short_rows: float = 0.0645  # Of operands copied in rows of 128 bytes; less if longer.
+  crooked_rows: float = 0.944  # The same, where rows begin in the midst of 128 bytes.
+  reread: float = 0.141  # Share of an operand that each second tile fetches anew.
+  load_rate: float = 24e3  # Memory to shared memory through registers.
+  store_rate: float = 33.6e3  # Registers of a warpgroup to memory.
+  step: float = 0.0241  # Barriers and bookkeeping of a k tile.
+  solo: float = 0.427  # Of pipelined's steps, where one CTA has an SM to itself.
+  single: float = 0.891  # One warpgroup at a time does not fill the tensor cores.
+  wide: float = 1.11  # Two wgmma a k tile, as one does not hold so many columns.
+  masked: float = 3.48  # Masked stores against TMA's.
+  promotion: float = 0.0152  # Of the sums, once.
+  exchange_rate: float = 8.69e3  # Through distributed shared memory.
+  memory: float = 1.03  # Share of the bandwidth that a product reaches.
+  reduce: float = 4.39  # Launch of the kernel that adds the parts of split-k.
+  reduce_rate: float = 2.76e6  # Its bytes, out of the L2; of the whole chip.
+  pass_launch: float = 0.21  # Launch of a pass over an operand.
+  pass_rate: float = 3.91e6  # Bytes read and written; of the whole chip.
 
 
 MODEL = Model()
@@ -124,13 +125,15 @@ def _busy(
   matrix = 2 * config.tile_m * config.tile_n * config.tile_k / rate
   if specialised and (in_turn or config.consumers == 1):
     matrix *= model.single
+  wg_m, wg_n = _wg_tile(config)
+  if wg_n > tiles.WGMMA_COLS:
+    matrix *= model.wide
   # blocked has one slot, and loads nothing while it multiplies.
   ahead = max(getattr(config, "num_stages", 1) - 1, 0.5)
   promotion = model.promotion / config.promote if config.promote else 0.0
 
   # The epilogue of a tile. CTAs that share an SM store while others multiply, unless
   # the stores are masked: those occupy the SM's own pipes.
-  wg_m, wg_n = _wg_tile(config)
   out_bytes = 4 if sums > 1 else problem.out_itemsize
   store = wg_m * wg_n * out_bytes / (model.store_rate * cluster_k)
   masked = sums == 1 and problem.n * problem.out_itemsize % 16
