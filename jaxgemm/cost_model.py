@@ -35,6 +35,7 @@ class Model:
   cluster: float = 0.0354  # Of each CTA of a cluster, to be launched together.
   latency: float = 1.16  # From asking for a tile to having it.
   l2_rate: float = 134e3  # L2 to shared memory.
+  multicast: float = 0.5  # What an SM receives, beside what it asks for.
   short_rows: float = 0.0645  # Of operands copied in rows of 128 bytes; less if longer.
   crooked_rows: float = 0.944  # The same, where rows begin in the midst of 128 bytes.
   reread: float = 0.141  # Share of an operand that each second tile fetches anew.
@@ -44,6 +45,7 @@ class Model:
   solo: float = 0.427  # Of pipelined's steps, where one CTA has an SM to itself.
   single: float = 0.891  # One warpgroup at a time does not fill the tensor cores.
   wide: float = 1.11  # Two wgmma a k tile, as one does not hold so many columns.
+  chunks: float = 1.3  # wgmma of 64 columns, as rhs comes in chunks.
   masked: float = 3.48  # Masked stores against TMA's.
   promotion: float = 0.0152  # Of the sums, once.
   exchange_rate: float = 8.69e3  # Through distributed shared memory.
@@ -61,25 +63,26 @@ def estimate(
     problem: Problem, kernel: str, config: Config, device: Device, model: Model = MODEL
 ) -> tuple[float, str]:
   """(estimated time in us, what it consists of)."""
-  multicast = getattr(config, "cluster_m", 1)
+  shared_rhs, shared_lhs = _multicast(config)
   splits = getattr(config, "splits", 1)
   cluster_k = getattr(config, "cluster_k", 1)
   specialised = isinstance(config, PersistentConfig)
-  tiles_m = tiles.round_up(tiles.cdiv(problem.m, config.tile_m), multicast)
-  tiles_n = tiles.cdiv(problem.n, config.tile_n)
+  tiles_m = tiles.round_up(tiles.cdiv(problem.m, config.tile_m), shared_rhs)
+  tiles_n = tiles.round_up(tiles.cdiv(problem.n, config.tile_n), shared_lhs)
   num_tiles = problem.batch * tiles_m * tiles_n * splits
   k_steps = tiles.cdiv(tiles.cdiv(problem.k, config.tile_k), splits)
   sums = splits // cluster_k  # Of each element, that go through memory.
 
-  cluster = multicast * cluster_k
-  at_once = device.num_sms if cluster == 1 else device.max_clusters(cluster) * cluster
+  cluster = shared_rhs * shared_lhs * cluster_k
+  at_once = device.ctas_at_once(cluster)
   per_sm = tiles.cdiv(num_tiles, at_once)
 
   needed = passes(problem, config)
   loaded = ()  # Through registers.
   if tiles.takes_loads(problem, config):
     loaded, needed = tuple(operand for _, operand, _ in needed), ()
-  costs = _row_costs(problem, config.tile_m, config.tile_n, model)
+  padded = tuple(operand for _, operand, _ in needed)
+  costs = _row_costs(problem, config.tile_m, config.tile_n, padded, model)
   busy = _busy(
       problem, kernel, config, device, model, per_sm=per_sm, k_steps=k_steps, sums=sums,
       supply=_supply(problem, config, model, costs, loaded),
@@ -106,8 +109,9 @@ def _supply(problem: Problem, config: Config, model: Model, costs, loaded) -> fl
   rows = config.tile_m  # Those beyond the last are not loaded, if lhs is k-major.
   if problem.lhs_layout == "k-major":
     rows = min(rows, problem.m)
-  cols = config.tile_n / getattr(config, "cluster_m", 1)
-  by_tma = (rows * costs[0] + cols * costs[1]) / model.l2_rate
+  shared_rhs, shared_lhs = _multicast(config)
+  asked = rows * costs[0] / shared_lhs + config.tile_n * costs[1] / shared_rhs
+  by_tma = max(asked, model.multicast * (rows + config.tile_n)) / model.l2_rate
   valid = {"lhs": min(rows, problem.m), "rhs": min(config.tile_n, problem.n)}
   by_loads = sum(valid[operand] for operand in loaded) / model.load_rate
   return tiles.SWIZZLE_BYTES * max(by_tma, by_loads)
@@ -128,6 +132,9 @@ def _busy(
   wg_m, wg_n = _wg_tile(config)
   if wg_n > tiles.WGMMA_COLS:
     matrix *= model.wide
+  if wg_n > tiles.swizzle_elems(problem.dtype):
+    if tiles.ways(problem, (wg_m, wg_n))[1] == "chunks":
+      matrix *= model.chunks
   # blocked has one slot, and loads nothing while it multiplies.
   ahead = max(getattr(config, "num_stages", 1) - 1, 0.5)
   promotion = model.promotion / config.promote if config.promote else 0.0
@@ -169,6 +176,11 @@ def _memory(
     rhs_bytes *= 1 + model.reread
   moved = lhs_bytes * costs[0] + rhs_bytes * costs[1] + other_bytes
   return moved / (device.bandwidth_tbps * 1e6 * model.memory)
+
+
+def _multicast(config: Config) -> tuple[int, int]:
+  """CTAs of a cluster that share an rhs tile, and an lhs tile."""
+  return getattr(config, "cluster_m", 1), getattr(config, "cluster_n", 1)
 
 
 def _resident(problem: Problem, kernel: str, config: Config) -> int:
@@ -219,11 +231,12 @@ def passes(problem: Problem, config: Config) -> tuple[Pass, ...]:
 @functools.lru_cache(maxsize=1024)
 def _passes(problem: Problem, wg_tile: tuple[int, int]) -> tuple[Pass, ...]:
   found = []
-  for name, shape, k_major, wg_mn in (
-      ("lhs", problem.lhs_shape, problem.lhs_layout == "k-major", wg_tile[0]),
-      ("rhs", problem.rhs_shape, problem.rhs_layout == "k-major", wg_tile[1]),
+  lhs_way, rhs_way = tiles.ways(problem, wg_tile)
+  for name, shape, k_major, way in (
+      ("lhs", problem.lhs_shape, problem.lhs_layout == "k-major", lhs_way),
+      ("rhs", problem.rhs_shape, problem.rhs_layout == "k-major", rhs_way),
   ):
-    what = _pass_over(problem, shape, k_major, wg_mn)
+    what = _pass_over(problem, shape, k_major, way)
     if what is not None:
       found.append((what, name, math.prod(shape) * problem.itemsize))
   return tuple(found)
@@ -240,7 +253,7 @@ def _operand_bytes(problem: Problem) -> tuple[int, int, int]:
 
 
 def _row_costs(
-    problem: Problem, tile_m: int, tile_n: int, model: Model
+    problem: Problem, tile_m: int, tile_n: int, padded: tuple[str, ...], model: Model
 ) -> tuple[float, float]:
   """What it costs to fetch lhs and rhs, in multiples of their bytes.
 
@@ -248,24 +261,35 @@ def _row_costs(
   width. Short ones make poor use of the memory's pages and of the L2's lines.
   """
   costs = []
-  for k_major, tile_mn, mn in (
-      (problem.lhs_layout == "k-major", tile_m, problem.m),
-      (problem.rhs_layout == "k-major", tile_n, problem.n),
+  for operand, k_major, tile_mn in (
+      ("lhs", problem.lhs_layout == "k-major", tile_m),
+      ("rhs", problem.rhs_layout == "k-major", tile_n),
   ):
     row_bytes = tiles.SWIZZLE_BYTES if k_major else tile_mn * problem.itemsize
-    stride = problem.k if k_major else mn
     extra = 0.0 if k_major else model.short_rows  # The next k tile follows in memory.
-    if stride * problem.itemsize % tiles.SWIZZLE_BYTES:
+    if operand not in padded and operand in crooked(problem):
       extra += model.crooked_rows
     costs.append(1.0 + extra * tiles.SWIZZLE_BYTES / row_bytes)
   return costs[0], costs[1]
 
 
-def _pass_over(problem: Problem, shape, k_major: bool, wg_mn: int) -> str | None:
+@functools.lru_cache(maxsize=1024)
+def crooked(problem: Problem) -> tuple[str, ...]:
+  """The operands whose rows do not all begin at multiples of 128 bytes."""
+  strides = (
+      ("lhs", problem.k if problem.lhs_layout == "k-major" else problem.m),
+      ("rhs", problem.k if problem.rhs_layout == "k-major" else problem.n),
+  )
+  return tuple(
+      operand for operand, stride in strides
+      if stride * problem.itemsize % tiles.SWIZZLE_BYTES
+  )
+
+
+def _pass_over(problem: Problem, shape, k_major: bool, way: str) -> str | None:
   """What `tiles.prepare` does to an operand before the kernel, or None."""
   if problem.dtype == "float32":
     return "rounding" if k_major else "rounding and transposing"
-  way = tiles.way(*shape[1:], problem.dtype, k_major, wg_mn)
   return "padding" if tiles.needs_padding(*shape[1:], problem.dtype, way) else None
 
 

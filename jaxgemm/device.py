@@ -50,6 +50,10 @@ class Device:
     """
     return _CLUSTERS_OF_132_SMS[size - 1] * self.num_sms // 132
 
+  def ctas_at_once(self, cluster: int) -> int:
+    """CTAs that run at the same time, one an SM, in clusters of `cluster`."""
+    return cluster * self.max_clusters(cluster)
+
 
 # Rates and bandwidth of the H200 are measured on normal data, for a burst; those
 # of the H100 follow from its clocks, multiprocessors and memory.

@@ -108,12 +108,24 @@ def _whole_configs(
 ) -> Iterator[tuple[str, Config]]:
   stages = _stages(problem, "persistent", PersistentConfig(**shape, num_stages=0))
   whole = PersistentConfig(**shape, num_stages=stages, promote=promote)
-  if whole.tile_m * whole.tile_n >= _BIG_TILE and problem.m > whole.tile_m:
-    # First among equals: multicast moves less data, which tells when clocks fall.
-    yield "persistent", dataclasses.replace(whole, cluster_m=2)
-  yield "persistent", whole
+  for shared_rhs, shared_lhs in _multicasts(problem, whole):
+    yield "persistent", dataclasses.replace(
+        whole, cluster_m=shared_rhs, cluster_n=shared_lhs
+    )
   if _may_load(problem, whole):
     yield "persistent", _by_loads(whole)
+
+
+def _multicasts(problem: Problem, config: PersistentConfig) -> list[tuple[int, int]]:
+  """(cluster_m, cluster_n) that may pay."""
+  found = [(1, 1)]
+  if config.tile_m * config.tile_n >= _BIG_TILE and problem.m > config.tile_m:
+    # First among equals: multicast moves less data, which tells when clocks fall.
+    found = [(2, 1), (1, 1)]
+  if cost_model.crooked(problem):  # What takes long to fetch is worth sharing.
+    found += [(4, 1)] if problem.m > 2 * config.tile_m else []
+    found += [(1, size) for size in (2, 4) if problem.n > size // 2 * config.tile_n]
+  return found
 
 
 def _split_configs(
@@ -124,6 +136,8 @@ def _split_configs(
   stages = _stages(problem, "split_k", SplitKConfig(**split, num_stages=0))
   found = SplitKConfig(**split, num_stages=stages)
   yield "split_k", found
+  if cluster_k == 1 and cost_model.crooked(problem) and problem.n > 2 * found.tile_n:
+    yield "split_k", dataclasses.replace(found, cluster_n=4)
   if _may_load(problem, found):
     yield "split_k", _by_loads(found)
 

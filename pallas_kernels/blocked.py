@@ -70,7 +70,7 @@ def launch(
     def _multiply(acc, first, count):
       def step(i, _):
         _load(first + i)
-        plgpu.wgmma(acc, lhs.view(refs["lhs_slot"], 0), rhs.view(refs["rhs_slot"], 0))
+        tiles.multiply(acc, call.prepared, (refs["lhs_slot"], refs["rhs_slot"]), 0)
         plgpu.wgmma_wait(0)  # The next load overwrites what this one reads.
 
       lax.fori_loop(jnp.int32(0), jnp.int32(count), step, None)

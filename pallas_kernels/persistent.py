@@ -18,8 +18,8 @@ work while a tile is stored:
   consumer 1                                   | wgmma of tile 1 | epilogue, store
 
 With `pad` false, three producers load what TMA cannot take through registers, k tiles
-in turn. With clusters, neighbours along m share the rhs tile and neighbours along n the
-lhs tile: each loads half of it and multicasts it to both.
+in turn. With clusters, two or four neighbours along m share the rhs tile, or neighbours
+along n the lhs tile: each loads its part of it and multicasts it to all.
 
 Barriers: see `ring`. Constraints: see `supports`.
 Source: the warp-specialised persistent schedules, cooperative and ping-pong, of
@@ -74,13 +74,18 @@ def check_config(problem: Problem, config: PersistentConfig) -> str | None:
     return f"num_stages={config.num_stages}: a ring has at least 2 slots"
   if config.wg_dim == "tile" and config.num_stages > MAX_BARRIERS // 2:
     return f"num_stages={config.num_stages}: two teams have at most {MAX_BARRIERS // 2}"
-  if config.cluster_m * config.cluster_n not in (1, 2):
+  if sorted((config.cluster_m, config.cluster_n)) not in ([1, 1], [1, 2], [1, 4]):
     return (
-        f"cluster_m={config.cluster_m}, cluster_n={config.cluster_n}: at most two CTAs"
-        " share a tile of an operand"
+        f"cluster_m={config.cluster_m}, cluster_n={config.cluster_n}: one of them must"
+        " be 1, and the other 1, 2 or 4"
     )
   if config.grid_width < 1:
     return f"grid_width={config.grid_width} must be at least 1"
+  for shared, tile_mn in (
+      (config.cluster_n, config.tile_m), (config.cluster_m, config.tile_n)
+  ):
+    if shared > 1 and tile_mn % (8 * shared):
+      return f"tiles of {tile_mn} rows: {shared} CTAs load a multiple of 8 each"
   return (
       _check_loads(problem, config)
       or tiles.check_tile(
@@ -162,10 +167,10 @@ def make_ring(
 ) -> rings.Ring:
   axis, teams = ("cluster",), num_teams(config)
   return rings.Ring(
-      prepared.lhs_operand, prepared.rhs_operand, config.num_stages,
-      config.consumers // teams, teams, k_steps, num_producers(config),
+      prepared, config.num_stages, config.consumers // teams, teams, k_steps, num_producers(config),
       lhs_axes=axis if config.cluster_n > 1 else (),
       rhs_axes=axis if config.cluster_m > 1 else (),
+      cluster=config.cluster_m * config.cluster_n,
   )
 
 
@@ -230,7 +235,7 @@ def run(
         def multiply(acc, first, count):
           ring.consume(
               acc, refs, first_step=local * k_steps + first, num_steps=count,
-              lhs_part=share.lhs_part, rhs_part=share.rhs_part,
+              lhs_start=share.row, rhs_start=share.col,
           )
 
         acc = accumulate.sum_over_k(
@@ -269,10 +274,8 @@ def run(
 
 
 class Share(NamedTuple):
-  """A consumer's share of the CTA's tile: (start, size) parts and offsets."""
+  """Where a consumer's share of the CTA's tile begins."""
 
-  lhs_part: tuple
-  rhs_part: tuple
   row: Any
   col: Any
 
@@ -280,10 +283,8 @@ class Share(NamedTuple):
 def wg_share(config: PersistentConfig, wg) -> Share:
   wg_m, wg_n = wg_tile(config)
   if config.wg_dim == "tile":
-    return Share((0, None), (0, None), 0, 0)
-  if config.wg_dim == "m":
-    return Share((wg * wg_m, wg_m), (0, None), wg * wg_m, 0)
-  return Share((0, None), (wg * wg_n, wg_n), 0, wg * wg_n)
+    return Share(0, 0)
+  return Share(wg * wg_m, 0) if config.wg_dim == "m" else Share(0, wg * wg_n)
 
 
 @dataclasses.dataclass(frozen=True)

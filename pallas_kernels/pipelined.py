@@ -80,10 +80,9 @@ def launch(
     def _multiply(acc, step):
       slot = lax.rem(step, jnp.int32(num_stages))
       plgpu.barrier_wait(refs["full"].at[slot])
-      plgpu.wgmma(
-          acc, lhs.view(refs["lhs_slots"], slot), rhs.view(refs["rhs_slots"], slot)
-      )
-      plgpu.wgmma_wait(1)  # The wgmma of step - 1 has read its slot.
+      slots = refs["lhs_slots"], refs["rhs_slots"]
+      groups = tiles.multiply(acc, call.prepared, slots, slot)
+      plgpu.wgmma_wait(groups)  # Those of step - 1 have read their slot.
 
     for step in range(ahead):
       _load(jnp.int32(step), step)

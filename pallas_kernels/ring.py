@@ -40,17 +40,17 @@ class Ring:
   """A ring of `num_stages` slots, each a tile of lhs and a tile of rhs.
 
   Attributes:
-    lhs, rhs: the operands.
+    prepared: the operands.
     num_stages: slots.
     num_consumers: warpgroups that read each slot.
     teams: 1 or 2, see the module's docstring.
     k_steps: slots that a tile takes.
     num_producers: warpgroups that load, see the module's docstring.
     lhs_axes, rhs_axes: cluster axes over which a copy is multicast.
+    cluster: CTAs along them.
   """
 
-  lhs: tiles.Operand
-  rhs: tiles.Operand
+  prepared: tiles.Prepared
   num_stages: int
   num_consumers: int
   teams: int
@@ -58,6 +58,15 @@ class Ring:
   num_producers: int = 1
   lhs_axes: tuple[str, ...] = ()
   rhs_axes: tuple[str, ...] = ()
+  cluster: int = 1
+
+  @property
+  def lhs(self) -> tiles.Operand:
+    return self.prepared.lhs_operand
+
+  @property
+  def rhs(self) -> tiles.Operand:
+    return self.prepared.rhs_operand
 
   def scratch(self) -> dict[str, Any]:
     axes = (*self.lhs_axes, *self.rhs_axes)
@@ -71,8 +80,7 @@ class Ring:
         "lhs_slots": self.lhs.slots(self.num_stages),
         "rhs_slots": self.rhs.slots(self.num_stages),
         "full": plgpu.Barrier(
-            num_arrivals=self.lhs.num_copies + self.rhs.num_copies,
-            num_barriers=num_barriers,
+            num_arrivals=self.prepared.num_copies, num_barriers=num_barriers
         ),
         "empty": empty,
     }
@@ -116,29 +124,26 @@ class Ring:
       for operand, gmem, slots, mn, axes in sorted(
           loads, key=lambda load: load[0].way == "loads"
       ):
-        operand.load(gmem, slots, slot, full, mn=mn, **at, collective_axes=axes or None)
+        shared = dict(collective_axes=axes, cluster=self.cluster) if axes else {}
+        operand.load(gmem, slots, slot, full, mn=mn, **at, **shared)
 
     count = lax.div(self.k_steps - first + turns - 1, turns)
     lax.fori_loop(jnp.int32(0), count, load, None)
 
-  def consume(self, acc, refs, *, first_step, num_steps, lhs_part, rhs_part):
+  def consume(self, acc, refs, *, first_step, num_steps, lhs_start, rhs_start):
     """acc += the product of `num_steps` slots; one slot's wgmma stays in flight.
 
-    `lhs_part` and `rhs_part` are (start, size): this warpgroup's share.
+    This warpgroup's share of them begins at `lhs_start` and `rhs_start`.
     """
-    columns = tiles.instruction_columns(acc.shape[1])
+    slots = refs["lhs_slots"], refs["rhs_slots"]
 
     def multiply(i, _):
       slot = self._slot(first_step + i)
       plgpu.barrier_wait(self._barrier(refs["full"], first_step + i))
-      lhs = self.lhs.view(refs["lhs_slots"], slot, *lhs_part)
-      if len(columns) == 1:
-        plgpu.wgmma(acc, lhs, self.rhs.view(refs["rhs_slots"], slot, *rhs_part))
-      else:
-        for start, size in columns:
-          rhs = self.rhs.view(refs["rhs_slots"], slot, rhs_part[0] + start, size)
-          plgpu.wgmma(acc.at[:, pl.ds(start, size)], lhs, rhs)
-      plgpu.wgmma_wait(len(columns))
+      groups = tiles.multiply(
+          acc, self.prepared, slots, slot, lhs_start=lhs_start, rhs_start=rhs_start
+      )
+      plgpu.wgmma_wait(groups)
 
       @pl.when(i > 0)
       def _free_the_last_slot():

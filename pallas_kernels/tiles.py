@@ -9,9 +9,8 @@ Shared memory that wgmma reads is swizzled by 128 bytes and tiled by 8 rows x
   tiled    other operands: one TMA copy of rank 4 that tiles as it copies. Each
            dimension of the array must be a multiple of the 8 x 128 byte tile, or
            smaller than it.
-  chunks   other operands that do not fit, where each warpgroup multiplies 128
-           bytes of mn: the slot is made of such chunks, and each is copied as a
-           flat slot is.
+  chunks   other operands that do not fit: the slot is made of chunks of 128 bytes
+           of mn, each copied as a flat slot is, and each a wgmma of its own.
   loads    operands that fit in no other way, where the config says so: the producer
            loads them through registers (see `register_loads`).
 
@@ -41,6 +40,7 @@ SMEM_LIMIT_BYTES = 232448  # What one CTA may have on Hopper.
 BARRIER_BYTES = 1024  # Room for every mbarrier of a kernel, one alignment unit.
 TMA_BOX_LIMIT = 256  # Elements of one dimension of a TMA box.
 WGMMA_COLS = 256  # Columns that one wgmma instruction multiplies.
+PAD_FROM = 4096  # Rows of the one operand from which a pass over the other pays.
 GRID_WIDTH = 8  # Tiles of a band, where the config does not say (`tile_order`).
 
 Ref = Any  # A Pallas reference.
@@ -130,9 +130,12 @@ class Operand:
 
   def load(
       self, gmem: Ref, slots: Ref, slot, barrier: Ref, *, batch, mn, k,
-      collective_axes=None,
+      collective_axes=None, cluster: int = 1,
   ) -> None:
-    """Starts the copies of the tile at element (mn, k); they arrive on `barrier`."""
+    """Starts the copies of the tile at element (mn, k); they arrive on `barrier`.
+
+    With `collective_axes` the `cluster` CTAs along them load a part each, for all.
+    """
     slots, batch = self._views(slots)[0], batch if self.batched else 0
     if self.way == "loads":
       self._load_through_registers(gmem, slots.at[slot], batch, mn, k)
@@ -152,10 +155,10 @@ class Operand:
         copy(slots.at[slot, i], (k, self.tile_k), (mn + i * width, width))
     elif self.way == "tiled":
       copy(slots.at[slot], (k, self.tile_k), (mn, self.tile_mn))
-    elif self.mn < self.tile_mn <= TMA_BOX_LIMIT and not collective_axes:
+    elif self.mn < self.tile_mn <= TMA_BOX_LIMIT:
       # Rows beyond the last are not worth the time to fill them with zeros: what
-      # comes of them is not stored.
-      rows = round_up(self.mn, 8)
+      # comes of them is not stored. Each CTA of a cluster loads whole rows of tiles.
+      rows = round_up(self.mn, 8 * cluster)
       copy(slots.at[slot, pl.ds(0, rows)], (mn, rows), (k, self.tile_k))
     else:
       for first, rows in self._boxes:
@@ -172,20 +175,25 @@ class Operand:
     tile = self.tile_mn, self.tile_k
     return tile if self.k_major else tile[::-1]
 
-  def view(self, slots: Ref, slot, start=0, size: int | None = None) -> Ref:
-    """The slot as wgmma wants it: [mn, k] of lhs, [k, mn] of rhs.
+  def parts(self, size: int) -> tuple[tuple[int, int], ...]:
+    """(start, size) of the wgmma that share `size` of mn; rows need not be shared."""
+    if self.way == "chunks":
+      width = swizzle_elems(self.dtype)
+      return tuple((start, width) for start in range(0, size, width))
+    return ((0, size),) if self.is_lhs else instruction_columns(size)
 
-    `start` and `size` select part of mn: the share of one warpgroup.
+  def view(self, slots: Ref, slot, start, size: int) -> Ref:
+    """`size` of mn from `start` on, as wgmma wants it: [mn, k] of lhs, [k, mn] of rhs.
     """
     slots = self._views(slots)[1]
-    part = slice(None) if size is None else pl.ds(start, size)
+    part = slice(None) if size == self.tile_mn else pl.ds(start, size)
     if self.k_major:
       ref = slots.at[slot, part]
     elif self.way in ("tiled", "loads"):
       ref = slots.at[slot, :, part]
-    else:
-      chunk = 0 if size is None else lax.div(jnp.int32(start), jnp.int32(size))
-      ref = slots.at[slot, chunk]
+    else:  # One chunk.
+      assert size == swizzle_elems(self.dtype)
+      ref = slots.at[slot, lax.div(jnp.int32(start), jnp.int32(size))]
     return ref if self.k_major == self.is_lhs else ref.transpose((1, 0))
 
   def _views(self, slots: Ref) -> tuple[Ref, Ref]:
@@ -198,13 +206,23 @@ class Operand:
     return self.way in ("flat", "chunks") and not self.emulated
 
 
-def way(rows: int, cols: int, dtype, k_major: bool, wg_mn: int) -> str:
-  """The way of an operand stored [rows, cols], of which each warpgroup multiplies
-  `wg_mn` rows (lhs) or columns (rhs)."""
-  if k_major:
+def ways(problem: Problem, wg_tile: tuple[int, int]) -> tuple[str, str]:
+  """The ways of lhs and rhs, of which a warpgroup multiplies `wg_tile`."""
+  return (
+      _way(problem.lhs_shape, problem.lhs_layout, problem.dtype, wg_tile[0], problem.n),
+      _way(problem.rhs_shape, problem.rhs_layout, problem.dtype, wg_tile[1], problem.m),
+  )
+
+
+def _way(shape, layout: str, dtype, wg_mn: int, reuse: int) -> str:
+  """The way of an operand whose elements are multiplied `reuse` times each."""
+  _, rows, cols = shape
+  if layout == "k-major":
     return "flat"
-  fits = not needs_padding(rows, cols, dtype, "tiled")
-  return "tiled" if fits or wg_mn != swizzle_elems(dtype) else "chunks"
+  if cols % tma_stride_elems(dtype) or not needs_padding(rows, cols, dtype, "tiled"):
+    return "tiled"  # A pass that mends the stride pads whatever else is wanted.
+  # Short wgmma read shared memory too often: a pass may cost less.
+  return "tiled" if wg_mn > swizzle_elems(dtype) and reuse >= PAD_FROM else "chunks"
 
 
 def needs_padding(rows: int, cols: int, dtype, way: str) -> bool:
@@ -291,12 +309,12 @@ def prepare(
       layout == "k-major" for layout in (problem.lhs_layout, problem.rhs_layout)
   )
   arrays, found = [], []
+  lhs_way, rhs_way = ways(problem, wg_tile)
   lhs_facts = lhs, lhs_k_major, config.tile_m, problem.m, problem.lhs_batched
   rhs_facts = rhs, rhs_k_major, config.tile_n, problem.n, problem.rhs_batched
-  for is_lhs, wg_mn, (x, k_major, tile_mn, mn, batched) in (
-      (True, wg_tile[0], lhs_facts), (False, wg_tile[1], rhs_facts)
+  for is_lhs, its_way, (x, k_major, tile_mn, mn, batched) in (
+      (True, lhs_way, lhs_facts), (False, rhs_way, rhs_facts)
   ):
-    its_way = way(*x.shape[1:], dtype, k_major, wg_mn)
     if needs_padding(*x.shape[1:], dtype, its_way):
       if takes_loads(problem, config) and not emulated:
         its_way = "loads"
@@ -310,6 +328,32 @@ def prepare(
         )
     )
   return Prepared(*arrays, *found)
+
+
+def multiply(
+    acc: Ref, prepared: Prepared, slots: tuple[Ref, Ref], slot, *, lhs_start=0,
+    rhs_start=0,
+) -> int:
+  """acc += the product of a slot of lhs and one of rhs, from the given rows on.
+
+  Returns the number of wgmma groups: one where an instruction holds all columns and
+  no operand comes in chunks.
+  """
+  lhs, rhs = prepared.lhs_operand, prepared.rhs_operand
+  rows, cols = acc.shape
+  row_parts, col_parts = lhs.parts(rows), rhs.parts(cols)
+  for first_row, num_rows in row_parts:
+    for first_col, num_cols in col_parts:
+      whole = (num_rows, num_cols) == (rows, cols)
+      part = acc if whole else acc.at[
+          pl.ds(first_row, num_rows), pl.ds(first_col, num_cols)
+      ]
+      plgpu.wgmma(
+          part,
+          lhs.view(slots[0], slot, lhs_start + first_row, num_rows),
+          rhs.view(slots[1], slot, rhs_start + first_col, num_cols),
+      )
+  return len(row_parts) * len(col_parts)
 
 
 # -- Order of the tiles ----------------------------------------------------------

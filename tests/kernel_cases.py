@@ -60,6 +60,16 @@ WIDE_TILES = (
 )
 
 
+# Shares of a warpgroup of more than one chunk of 64 rows or columns.
+CHUNKED_TILES = (
+    dict(tile_m=256, tile_n=128),
+    dict(tile_m=128, tile_n=256, wg_dim="n"),
+    dict(tile_m=192, tile_n=128, wg_dim="tile"),
+    dict(tile_m=64, tile_n=320, consumers=1),
+    dict(tile_m=128, tile_n=128, cluster_n=4),
+)
+
+
 def random_operands(problem: Problem, seed: int = 0) -> tuple[jax.Array, ...]:
   """Fresh normal operands as the problem stores them: lhs, rhs and maybe c."""
   rng = np.random.default_rng(seed)

@@ -95,6 +95,21 @@ def test_wide_tiles(fields, n, layouts):
       check("split_k", make_problem(200, n, 1024, layouts), config)
 
 
+@pytest.mark.parametrize("cluster", [(4, 1), (1, 4)], ids=str)
+@pytest.mark.parametrize("layouts", LAYOUTS)
+def test_clusters_of_four(layouts, cluster):
+  config = small_config("persistent", cluster_m=cluster[0], cluster_n=cluster[1])
+  for size in ((1000, 1000, 1000), (40, 72, 200), (2000, 3000, 520)):
+    check("persistent", make_problem(*size, layouts), config)
+
+
+@pytest.mark.parametrize("fields", kernel_cases.CHUNKED_TILES, ids=str)
+def test_operands_in_chunks(fields):
+  for size in ((200, 328, 140), (1000, 1000, 1001), (72, 520, 4)):
+    for layouts in LAYOUTS:
+      check("persistent", make_problem(*size, layouts), small_config("persistent", **fields))
+
+
 @pytest.mark.parametrize("k", [64, 128, 192, 256])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_few_k_tiles(kernel, k):

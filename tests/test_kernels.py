@@ -66,13 +66,34 @@ def test_sizes_below_one_tile(kernel, size):
 
 
 @pytest.mark.parametrize("wg_dim", ["m", "n", "tile"])
-@pytest.mark.parametrize("cluster", [(1, 1), (2, 1), (1, 2)], ids=str)
+@pytest.mark.parametrize("cluster", [(1, 1), (2, 1), (1, 2), (4, 1), (1, 4)], ids=str)
 def test_clusters(cluster, wg_dim):
   """Odd numbers of tiles: a cluster's second CTA then works outside the result."""
   config = small_config(
       "persistent", cluster_m=cluster[0], cluster_n=cluster[1], wg_dim=wg_dim
   )
   check("persistent", make_problem(384, 384, 200, "NT"), config, num_sms=4)
+
+
+@pytest.mark.parametrize("cluster", [(4, 1), (1, 4)], ids=str)
+@pytest.mark.parametrize("layouts", ["NN", "TT"])
+def test_clusters_and_results_smaller_than_they(cluster, layouts):
+  """Rows beyond the last are not loaded; the CTAs of a cluster still share the rest."""
+  config = small_config("persistent", cluster_m=cluster[0], cluster_n=cluster[1])
+  check("persistent", make_problem(40, 72, 200, layouts), config, num_sms=4)
+
+
+@pytest.mark.parametrize("fields", kernel_cases.CHUNKED_TILES, ids=str)
+def test_operands_in_chunks(fields):
+  """TMA takes their strides, but tiles them only where they are multiples of a tile."""
+  problem = make_problem(200, 328, 140, "TN")
+  assert tiles.ways(problem, (128, 128)) == ("chunks", "chunks")
+  check("persistent", problem, small_config("persistent", **fields), num_sms=2)
+
+
+@pytest.mark.parametrize("kernel", ["blocked", "pipelined", "split_k"])
+def test_operands_in_chunks_of_every_kernel(kernel):
+  check(kernel, make_problem(200, 328, 140, "TN"), small_config(kernel))
 
 
 @pytest.mark.parametrize("tile_n", [64, 128, 192])
@@ -188,7 +209,7 @@ def test_tile_order_visits_every_tile_once(shape, width, minor):
         ("pipelined", dict(num_stages=1), "num_stages=1"),
         ("pipelined", dict(num_stages=8), "shared memory"),
         ("persistent", dict(tile_m=64), "tile_m=64"),
-        ("persistent", dict(cluster_m=2, cluster_n=2), "at most two CTAs"),
+        ("persistent", dict(cluster_m=2, cluster_n=2), "must be 1, and the other"),
         ("persistent", dict(grid_width=0), "grid_width=0"),
         ("split_k", dict(splits=1), "splits=1"),
         ("split_k", dict(splits=5), "k=256"),
