@@ -63,6 +63,9 @@ def estimate(
     problem: Problem, kernel: str, config: Config, device: Device, model: Model = MODEL
 ) -> tuple[float, str]:
   """(estimated time in us, what it consists of)."""
+  masked = bool(problem.n * problem.out_itemsize % 16)
+  if getattr(config, "swap", False):
+    problem = problem.transposed()
   shared_rhs, shared_lhs = _multicast(config)
   splits = getattr(config, "splits", 1)
   cluster_k = getattr(config, "cluster_k", 1)
@@ -77,7 +80,7 @@ def estimate(
   at_once = device.ctas_at_once(cluster)
   per_sm = tiles.cdiv(num_tiles, at_once)
 
-  needed = passes(problem, config)
+  needed = _passes(problem, _wg_tile(config))
   loaded = ()  # Through registers.
   if tiles.takes_loads(problem, config):
     loaded, needed = tuple(operand for _, operand, _ in needed), ()
@@ -85,7 +88,7 @@ def estimate(
   costs = _row_costs(problem, config.tile_m, config.tile_n, padded, model)
   busy = _busy(
       problem, kernel, config, device, model, per_sm=per_sm, k_steps=k_steps, sums=sums,
-      supply=_supply(problem, config, model, costs, loaded),
+      masked=masked and sums == 1, supply=_supply(problem, config, model, costs, loaded),
   )
   memory = _memory(problem, device, model, costs, tiles_m, tiles_n)
   main = model.latency + _soft_max(busy, memory)
@@ -119,7 +122,7 @@ def _supply(problem: Problem, config: Config, model: Model, costs, loaded) -> fl
 
 def _busy(
     problem: Problem, kernel: str, config: Config, device: Device, model: Model, *,
-    per_sm: int, k_steps: int, sums: int, supply: float,
+    per_sm: int, k_steps: int, sums: int, masked: bool, supply: float,
 ) -> float:
   """Time of the busiest SM for its tiles."""
   specialised = isinstance(config, PersistentConfig)
@@ -143,7 +146,6 @@ def _busy(
   # the stores are masked: those occupy the SM's own pipes.
   out_bytes = 4 if sums > 1 else problem.out_itemsize
   store = wg_m * wg_n * out_bytes / (model.store_rate * cluster_k)
-  masked = sums == 1 and problem.n * problem.out_itemsize % 16
   if masked:
     store *= model.masked
   if cluster_k > 1:
@@ -225,6 +227,8 @@ def _extra(
 
 def passes(problem: Problem, config: Config) -> tuple[Pass, ...]:
   """The passes over operands that a config needs if it loads none through registers."""
+  if getattr(config, "swap", False):
+    problem = problem.transposed()
   return _passes(problem, _wg_tile(config))
 
 

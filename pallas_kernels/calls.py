@@ -90,7 +90,8 @@ def make_call(
   emulated = interpret is not None
   prepared = tiles.prepare(*operands[:2], problem, config, wg_tile, emulated=emulated)
   epilogue = epilogues.make_epilogue(
-      result, stored_cols or wg_tile[1], num_wgs, emulated=emulated
+      result, stored_cols or wg_tile[1], num_wgs, emulated=emulated,
+      transposed=getattr(config, "swap", False),
   )
   inputs = [prepared.lhs, prepared.rhs]
   if epilogue.c is not None:
@@ -99,6 +100,10 @@ def make_call(
 
 
 @functools.lru_cache(maxsize=1024)  # A plan asks for the same few again and again.
-def epilogue_bytes(problem: Problem, wg_tile_n: int, num_wgs: int) -> int:
+def epilogue_bytes(
+    problem: Problem, wg_tile_n: int, num_wgs: int, transposed: bool = False
+) -> int:
   """Shared memory of the epilogue of such a kernel on the chip."""
-  return epilogues.make_epilogue(problem, wg_tile_n, num_wgs, emulated=False).smem_bytes
+  return epilogues.make_epilogue(
+      problem, wg_tile_n, num_wgs, emulated=False, transposed=transposed
+  ).smem_bytes

@@ -14,6 +14,9 @@ one of three ways (`Staging.way`):
           copy, and then a piece beyond the last column of a narrow result
           would not be clipped.
 
+A transposed accumulator (the operands have changed places) is written transposed into
+its slot, which then holds rows of the result.
+
 `c` is read the same way back (flat or tiled; `prepare_c` pads a bad stride).
 """
 
@@ -56,12 +59,14 @@ class Staging:
     way: "flat", "masked" or "tiled".
     cols: columns of a piece.
     num_wgs: warpgroups that store.
+    rows: rows of a piece.
   """
 
   way: str
   dtype: str
   cols: int
   num_wgs: int
+  rows: int = PIECE_ROWS
 
   @property
   def swizzle(self) -> int:
@@ -77,13 +82,13 @@ class Staging:
     itemsize = jnp.dtype(self.dtype).itemsize
     if self.way == "masked":
       return tiles.round_up(self.num_wgs * PIECE_ROWS * self.pitch * itemsize, 1024)
-    return self.num_wgs * NUM_SLOTS * PIECE_ROWS * self.cols * itemsize
+    return self.num_wgs * NUM_SLOTS * self.rows * self.cols * itemsize
 
   def slots(self) -> Any:
     dtype = jnp.dtype(self.dtype)
     if self.way == "masked":
       return plgpu.SMEM((self.num_wgs, PIECE_ROWS, self.pitch), dtype)
-    shape = (self.num_wgs, NUM_SLOTS, PIECE_ROWS, self.cols)
+    shape = (self.num_wgs, NUM_SLOTS, self.rows, self.cols)
     transforms = tiles.swizzled(dtype, self.swizzle)
     tiled = plgpu.SMEM(shape, dtype, transforms=transforms)
     if self.way == "tiled":
@@ -104,6 +109,7 @@ class Epilogue:
   problem: Problem
   out: Staging
   c: Staging | None
+  transposed: bool = False
 
   @property
   def smem_bytes(self) -> int:
@@ -118,7 +124,7 @@ class Epilogue:
     return scratch
 
   def store(self, acc, out_gmem: Ref, c_gmem: Ref | None, refs, *, wg, batch, row, col):
-    """Stores a warpgroup's accumulator [rows, cols] at (row, col) of the result.
+    """Stores a warpgroup's accumulator [rows, cols] at (row, col) of the product.
 
     Waits for the staging slot that it uses next, never for the last store: call
     `finish` before the kernel ends.
@@ -127,17 +133,19 @@ class Epilogue:
     epilogue = self.problem.epilogue
     out_dtype = jnp.dtype(self.problem.out_dtype)
     index = 0
+    step = self.out.rows if self.transposed else self.out.cols
     for i in range(0, rows, PIECE_ROWS):
-      for j in range(0, cols, self.out.cols):
-        piece = acc[i : i + PIECE_ROWS, j : j + self.out.cols]
+      for j in range(0, cols, step):
+        piece = acc[i : i + PIECE_ROWS, j : j + step]
         if epilogue.alpha != 1.0:
           piece = piece * jnp.float32(epilogue.alpha)
         if self.c:
           c = self._load_c(c_gmem, refs, wg, batch, row + i, col + j)
           piece = piece + c * jnp.float32(epilogue.beta)
+        at = (col + j, row + i) if self.transposed else (row + i, col + j)
         self._store_piece(
             piece.astype(out_dtype), out_gmem.at[batch], refs["out_slots"],
-            wg=wg, index=index, row=row + i, col=col + j,
+            wg=wg, index=index, row=at[0], col=at[1],
         )
         index += 1
 
@@ -151,11 +159,14 @@ class Epilogue:
     # first piece of a tile may follow one that used the same slot: wait for all.
     younger = NUM_SLOTS - 1 if index else 0
     plgpu.wait_smem_to_gmem(younger, wait_read_only=True)
-    registers[wg, slot] = piece
+    if self.transposed:
+      registers.at[wg, slot].transpose((1, 0))[...] = piece
+    else:
+      registers[wg, slot] = piece
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(
         tma.at[wg, slot],
-        out_gmem.at[pl.ds(row, PIECE_ROWS), pl.ds(col, self.out.cols)],
+        out_gmem.at[pl.ds(row, self.out.rows), pl.ds(col, self.out.cols)],
     )
 
   def _load_c(self, c_gmem, refs, wg, batch, row, col):
@@ -176,7 +187,8 @@ class Epilogue:
 
 
 def make_epilogue(
-    problem: Problem, wg_tile_n: int, num_wgs: int, *, emulated: bool
+    problem: Problem, wg_tile_n: int, num_wgs: int, *, emulated: bool,
+    transposed: bool = False,
 ) -> Epilogue:
   """Chooses the way of the store from the row stride of the result.
 
@@ -184,6 +196,11 @@ def make_epilogue(
   it always takes the tiled way.
   """
   copied = "tiled" if emulated else "flat"
+  if transposed:
+    cols = tiles.swizzle_elems(problem.out_dtype)
+    rows = max(r for r in range(8, PIECE_ROWS + 1, 8) if wg_tile_n % r == 0)
+    out = Staging(copied, problem.out_dtype, cols, num_wgs, rows)
+    return Epilogue(problem, out, None, transposed=True)
   masked = problem.n % tiles.tma_stride_elems(problem.out_dtype) and not emulated
   out = Staging(
       "masked" if masked else copied, problem.out_dtype,

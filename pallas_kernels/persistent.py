@@ -58,6 +58,11 @@ def wg_tile(config: PersistentConfig) -> tuple[int, int]:
   return config.tile_m, config.tile_n // config.consumers
 
 
+def multiplied(problem: Problem, config: PersistentConfig) -> Problem:
+  """What the kernel multiplies: the problem, or the transposed one."""
+  return problem.transposed() if config.swap else problem
+
+
 def check_config(problem: Problem, config: PersistentConfig) -> str | None:
   """Why the tiles, the ring or the cluster cannot be, or None."""
   if config.consumers not in rings.CONSUMER_REGISTERS:
@@ -86,13 +91,15 @@ def check_config(problem: Problem, config: PersistentConfig) -> str | None:
   ):
     if shared > 1 and tile_mn % (8 * shared):
       return f"tiles of {tile_mn} rows: {shared} CTAs load a multiple of 8 each"
+  product = multiplied(problem, config)
   return (
       _check_loads(problem, config)
+      or _check_swap(problem, config)
       or tiles.check_tile(
-          problem, config.tile_m, config.tile_n, config.tile_k, most_n=MAX_TILE_N
+          product, config.tile_m, config.tile_n, config.tile_k, most_n=MAX_TILE_N
       )
       or accumulate.check(wg_m, wg_n, config.promote, registers(config))
-      or _check_wg_n(problem, wg_n)
+      or _check_wg_n(product, wg_n)
       or tiles.check_smem(smem_bytes(problem, config))
   )
 
@@ -121,6 +128,19 @@ def _check_loads(problem: Problem, config: PersistentConfig) -> str | None:
   return None
 
 
+def _check_swap(problem: Problem, config: PersistentConfig) -> str | None:
+  """Why the result cannot be stored transposed, or None."""
+  if not config.swap:
+    return None
+  if problem.out_itemsize != 2:
+    return f"swap=True stores 16-bit results, not {problem.out_dtype}"
+  if problem.epilogue.has_c:
+    return "swap=True excludes c"
+  if problem.n % tiles.tma_stride_elems(problem.out_dtype):
+    return f"swap=True: TMA cannot store rows of n={problem.n} elements"
+  return None
+
+
 def _check_wg_n(problem: Problem, wg_n: int) -> str | None:
   step = tiles.rhs_step(problem)
   if wg_n % step:
@@ -138,7 +158,9 @@ def smem_bytes(problem: Problem, config: PersistentConfig) -> int:
   ring = config.num_stages * tiles.slot_bytes(
       problem, config.tile_m, config.tile_n, config.tile_k
   )
-  epilogue = calls.epilogue_bytes(problem, wg_tile(config)[1], config.consumers)
+  epilogue = calls.epilogue_bytes(
+      problem, wg_tile(config)[1], config.consumers, config.swap
+  )
   return ring + epilogue + tiles.BARRIER_BYTES
 
 
@@ -179,13 +201,19 @@ def launch(
 ) -> jax.Array:
   """Returns the result [batch, m, n]; operands as `problem` stores them."""
   call = calls.make_call(
-      operands, problem, config, wg_tile=wg_tile(config),
-      num_wgs=config.consumers, interpret=interpret,
+      swapped(operands, config), multiplied(problem, config), config,
+      wg_tile=wg_tile(config), num_wgs=config.consumers, interpret=interpret,
+      result=problem,
   )
   return run(
-      call, problem, config, name=NAME, num_sms=num_sms,
+      call, multiplied(problem, config), config, name=NAME, num_sms=num_sms,
       k_steps=tiles.cdiv(problem.k, config.tile_k),
   )
+
+
+def swapped(operands, config: PersistentConfig):
+  """The operands (lhs, rhs[, c]) of what the kernel multiplies."""
+  return operands[1::-1] if config.swap else operands
 
 
 def run(

@@ -119,6 +119,15 @@ class Problem:
   def out_shape(self) -> tuple[int, int, int]:
     return (self.batch, self.m, self.n)
 
+  def transposed(self) -> Problem:
+    """The problem of the transposed result: the operands change places."""
+    return dataclasses.replace(
+        self, m=self.n, n=self.m,
+        lhs_layout="k-major" if self.rhs_layout == "k-major" else "m-major",
+        rhs_layout="k-major" if self.lhs_layout == "k-major" else "n-major",
+        lhs_batched=self.rhs_batched, rhs_batched=self.lhs_batched,
+    )
+
   @property
   def flops(self) -> int:
     return 2 * self.batch * self.m * self.n * self.k
@@ -194,6 +203,8 @@ class PersistentConfig:
       ordinary float32 registers; 0: only at the end (see `accumulate`).
     pad: what becomes of operands that TMA cannot take: a pass pads them, or else
       the producer loads them through registers (see `register_loads`).
+    swap: multiply transposed: tile_m and cluster_m then count columns of the result,
+      tile_n and cluster_n its rows, of which wgmma takes any multiple of 16.
   """
 
   tile_m: int = 128
@@ -208,6 +219,7 @@ class PersistentConfig:
   grid_width: int = 8
   promote: int = 0
   pad: bool = True
+  swap: bool = False
 
   @property
   def cluster(self) -> int:

@@ -111,8 +111,9 @@ def launch(
 def _multiply(operands, problem, config, num_sms, interpret) -> jax.Array:
   """Kernel 1: the result, or the sums of the clusters [batch * sums, m, n]."""
   exchange = make_exchange(config, emulated=interpret is not None)
+  product = persistent.multiplied(problem, config)
   call = calls.make_call(
-      operands, problem, config,
+      persistent.swapped(operands, config), product, config,
       wg_tile=persistent.wg_tile(config), num_wgs=config.consumers, interpret=interpret,
       result=stored_problem(problem, config),
       stored_cols=exchange.share_cols if exchange else None,
@@ -129,7 +130,7 @@ def _multiply(operands, problem, config, num_sms, interpret) -> jax.Array:
     return batch, split * k_steps * config.tile_k
 
   return persistent.run(
-      call, problem, config, name=NAME, num_sms=num_sms, k_steps=k_steps,
+      call, product, config, name=NAME, num_sms=num_sms, k_steps=k_steps,
       copies=sums, operand_origin=operand_origin, exchange=exchange,
   )
 

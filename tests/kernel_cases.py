@@ -70,6 +70,17 @@ CHUNKED_TILES = (
 )
 
 
+# (fields of a config that multiplies transposed, m, n)
+SWAPPED_TILES = (
+    (dict(tile_m=128, tile_n=144), 288, 328),
+    (dict(tile_m=64, tile_n=16, consumers=1, num_stages=6), 9, 136),
+    (dict(tile_m=128, tile_n=80, wg_dim="tile"), 130, 520),
+    (dict(tile_m=192, tile_n=96, consumers=3, cluster_m=2), 70, 776),
+    (dict(tile_m=64, tile_n=320, consumers=1), 305, 200),
+    (dict(tile_m=128, tile_n=64, wg_dim="m", cluster_n=4), 200, 72),
+)
+
+
 def random_operands(problem: Problem, seed: int = 0) -> tuple[jax.Array, ...]:
   """Fresh normal operands as the problem stores them: lhs, rhs and maybe c."""
   rng = np.random.default_rng(seed)

@@ -103,6 +103,21 @@ def test_clusters_of_four(layouts, cluster):
     check("persistent", make_problem(*size, layouts), config)
 
 
+@pytest.mark.parametrize("layouts", LAYOUTS)
+@pytest.mark.parametrize("fields, m, n", kernel_cases.SWAPPED_TILES, ids=str)
+def test_swapped_operands(fields, m, n, layouts):
+  if layouts[0] == "T":
+    fields = dict(fields, tile_n=(fields["tile_n"] + 63) // 64 * 64)
+  config = small_config("persistent", **fields, swap=True)
+  for k in (64, 520):
+    check("persistent", make_problem(m, n, k, layouts), config)
+    check("persistent", make_problem(3 * m + 1, 3 * n + 8, k, layouts, batch=2), config)
+  if "wg_dim" not in fields and "cluster_m" not in fields:
+    config = small_config("split_k", **fields, splits=2, cluster_k=2, swap=True)
+    if KERNELS["split_k"].supports(make_problem(m, n, 1024, layouts), config) is None:
+      check("split_k", make_problem(m, n, 1024, layouts), config)
+
+
 @pytest.mark.parametrize("fields", kernel_cases.CHUNKED_TILES, ids=str)
 def test_operands_in_chunks(fields):
   for size in ((200, 328, 140), (1000, 1000, 1001), (72, 520, 4)):

@@ -91,6 +91,25 @@ def test_operands_in_chunks(fields):
   check("persistent", problem, small_config("persistent", **fields), num_sms=2)
 
 
+@pytest.mark.parametrize("layouts", LAYOUTS)
+@pytest.mark.parametrize("fields, m, n", kernel_cases.SWAPPED_TILES, ids=str)
+def test_swapped_operands(fields, m, n, layouts):
+  """Tiles of any multiple of 16 rows of the result, of 64 where lhs is m-major."""
+  if layouts[0] == "T":
+    fields = dict(fields, tile_n=tiles.round_up(fields["tile_n"], 64))
+  config = small_config("persistent", **fields, swap=True)
+  check("persistent", make_problem(m, n, 200, layouts), config, num_sms=4)
+
+
+def test_swapped_operands_of_split_k_and_of_batches():
+  fields = dict(tile_m=64, tile_n=48, consumers=1, splits=2, cluster_k=2, swap=True)
+  config = small_config("split_k", **fields)
+  check("split_k", make_problem(40, 136, 300), config)
+  for shared in ({}, {"lhs_batched": False}, {"rhs_batched": False}):
+    problem = make_problem(40, 136, 100, batch=2, dtype="float16", **shared)
+    check("persistent", problem, small_config("persistent", tile_n=48, swap=True))
+
+
 @pytest.mark.parametrize("kernel", ["blocked", "pipelined", "split_k"])
 def test_operands_in_chunks_of_every_kernel(kernel):
   check(kernel, make_problem(200, 328, 140, "TN"), small_config(kernel))
@@ -213,6 +232,7 @@ def test_tile_order_visits_every_tile_once(shape, width, minor):
         ("persistent", dict(grid_width=0), "grid_width=0"),
         ("split_k", dict(splits=1), "splits=1"),
         ("split_k", dict(splits=5), "k=256"),
+        ("split_k", dict(splits=2, swap=True), "16-bit results"),
         ("split_k", dict(splits=3, cluster_k=2), "cluster_k=2"),
         ("split_k", dict(splits=4, cluster_k=2, cluster_m=2), "excludes cluster_m"),
         ("split_k", dict(wg_dim="tile"), "wg_dim=tile"),
