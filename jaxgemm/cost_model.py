@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from typing import NamedTuple
 
 from jaxgemm.device import Device
 from pallas_kernels import KERNELS, persistent, tiles
@@ -30,39 +31,75 @@ from pallas_kernels.problem import Config, PersistentConfig, Problem
 class Model:
   """Constants of the cost model; times in us, rates in bytes/us of one SM."""
 
-  roles: float = 0.79  # Of a kernel with a producer: to part the registers.
-  team: float = 0.813  # Of the second consumer, to get going.
-  cluster: float = 0.0354  # Of each CTA of a cluster, to be launched together.
-  latency: float = 1.16  # From asking for a tile to having it.
-  l2_rate: float = 134e3  # L2 to shared memory.
-  multicast: float = 0.5  # What an SM receives, beside what it asks for.
-  short_rows: float = 0.0645  # Of operands copied in rows of 128 bytes; less if longer.
-  crooked_rows: float = 0.944  # The same, where rows begin in the midst of 128 bytes.
-  reread: float = 0.141  # Share of an operand that each second tile fetches anew.
-  load_rate: float = 24e3  # Memory to shared memory through registers.
-  store_rate: float = 33.6e3  # Registers of a warpgroup to memory.
+  roles: float = 0.743  # Of a kernel with a producer: to part the registers.
+  team: float = 0.636  # Of the second consumer, to get going.
+  cluster: float = 0.0249  # Of each CTA of a cluster, to be launched together.
+  latency: float = 1.17  # From asking for a tile to having it.
+  l2_rate: float = 130e3  # L2 to shared memory.
+  multicast: float = 0.442  # What an SM receives, beside what it asks for.
+  short_rows: float = 0.0424  # Of operands copied in rows of 128 bytes; less if longer.
+  crooked_rows: float = 1.44  # The same, where rows begin in the midst of 128 bytes.
+  reread: float = 0.173  # Share of an operand that each second tile fetches anew.
+  load_rate: float = 21.4e3  # Memory to shared memory through registers.
+  store_rate: float = 38.6e3  # Registers of a warpgroup to memory.
   step: float = 0.0241  # Barriers and bookkeeping of a k tile.
-  solo: float = 0.427  # Of pipelined's steps, where one CTA has an SM to itself.
+  solo: float = 0.397  # Of pipelined's steps, where one CTA has an SM to itself.
   single: float = 0.891  # One warpgroup at a time does not fill the tensor cores.
-  wide: float = 1.11  # Two wgmma a k tile, as one does not hold so many columns.
-  chunks: float = 1.3  # wgmma of 64 columns, as rhs comes in chunks.
-  masked: float = 3.48  # Masked stores against TMA's.
-  promotion: float = 0.0152  # Of the sums, once.
-  exchange_rate: float = 8.69e3  # Through distributed shared memory.
+  wide: float = 1.12  # Two wgmma a k tile, as one does not hold so many columns.
+  chunks: float = 0.841  # wgmma of 64 columns, as rhs comes in chunks.
+  masked: float = 3.37  # Masked stores against TMA's.
+  promotion: float = 0.0115  # Of the sums, once.
+  exchange_rate: float = 8.2e3  # Through distributed shared memory.
   memory: float = 1.03  # Share of the bandwidth that a product reaches.
-  reduce: float = 4.39  # Launch of the kernel that adds the parts of split-k.
-  reduce_rate: float = 2.76e6  # Its bytes, out of the L2; of the whole chip.
-  pass_launch: float = 0.21  # Launch of a pass over an operand.
-  pass_rate: float = 3.91e6  # Bytes read and written; of the whole chip.
+  reduce: float = 4.98  # Launch of the kernel that adds the parts of split-k.
+  reduce_rate: float = 4.41e6  # Its bytes, out of the L2; of the whole chip.
+  pass_launch: float = 1.19  # Launch of a pass over an operand.
+  pass_rate: float = 3.59e6  # Bytes read and written; of the whole chip.
 
 
 MODEL = Model()
 
+# What is done to an operand before the kernel, to which, and the bytes of that one.
+Pass = tuple[str, str, int]
+
+
+class Estimate(NamedTuple):
+  """The estimated time, and what it consists of.
+
+  Attributes:
+    time_us: all kernels' together.
+    num_tiles, per_sm, k_steps: tiles, tiles of the busiest SM, k tiles of each.
+    memory_bound: whether the memory takes longer than the SMs.
+    sums: partial sums of each element that a second kernel adds up; 1: none.
+    passes: over operands.
+    loaded: operands that come through registers.
+  """
+
+  time_us: float
+  num_tiles: int
+  per_sm: int
+  k_steps: int
+  memory_bound: bool
+  sums: int
+  passes: tuple[Pass, ...]
+  loaded: tuple[str, ...]
+
+  def __str__(self) -> str:
+    extra = [", + adding the parts"] if self.sums > 1 else []
+    extra += [f", + {what} {operand}" for what, operand, _ in self.passes]
+    if self.loaded:
+      extra.append(f", {' and '.join(self.loaded)} through registers")
+    bound = "the memory" if self.memory_bound else "the SMs"
+    return (
+        f"{self.num_tiles} tiles, {self.per_sm} an SM, {self.k_steps} k tiles each;"
+        f" bound by {bound}{''.join(extra)}"
+    )
+
 
 def estimate(
     problem: Problem, kernel: str, config: Config, device: Device, model: Model = MODEL
-) -> tuple[float, str]:
-  """(estimated time in us, what it consists of)."""
+) -> Estimate:
+  """What the model expects of a config that serves the problem."""
   masked = bool(problem.n * problem.out_itemsize % 16)
   if getattr(config, "swap", False):
     problem = problem.transposed()
@@ -96,12 +133,10 @@ def estimate(
     main += model.roles + model.team * (config.consumers - 1)
   if cluster > 1:
     main += model.cluster * cluster
-  extra, what = _extra(problem, needed, sums, model)
-  if loaded:
-    what += f", {' and '.join(loaded)} through registers"
-  shape = f"{num_tiles} tiles, {per_sm} an SM, {k_steps} k tiles each"
-  bound = "the memory" if memory > busy else "the SMs"
-  return main + extra, f"{shape}; bound by {bound}{what}"
+  extra = _extra(problem, needed, sums, model)
+  return Estimate(
+      main + extra, num_tiles, per_sm, k_steps, memory > busy, sums, needed, loaded
+  )
 
 
 def _supply(problem: Problem, config: Config, model: Model, costs, loaded) -> float:
@@ -206,23 +241,17 @@ def _wg_tile(config: Config) -> tuple[int, int]:
   return config.tile_m, config.tile_n
 
 
-# What is done to an operand before the kernel, to which, and the bytes of that one.
-Pass = tuple[str, str, int]
-
-
 def _extra(
     problem: Problem, needed: tuple[Pass, ...], sums: int, model: Model
-) -> tuple[float, str]:
-  """Time of the passes beside the product, and their names."""
-  time, names = 0.0, []
+) -> float:
+  """Time of the passes beside the product."""
+  time = 0.0
   if sums > 1:
     partial_bytes = 4 * problem.batch * problem.m * problem.n * sums
     time += model.reduce + partial_bytes / model.reduce_rate
-    names.append("adding the parts")
-  for what, operand, num_bytes in needed:
+  for _, _, num_bytes in needed:
     time += model.pass_launch + 2 * num_bytes / model.pass_rate
-    names.append(f"{what} {operand}")
-  return time, "".join(f", + {name}" for name in names)
+  return time
 
 
 def passes(problem: Problem, config: Config) -> tuple[Pass, ...]:
@@ -297,12 +326,23 @@ def _pass_over(problem: Problem, shape, k_major: bool, way: str) -> str | None:
   return "padding" if tiles.needs_padding(*shape[1:], problem.dtype, way) else None
 
 
-def estimate_xla(problem: Problem, device: Device) -> tuple[float, str]:
-  """XLA, for float32 operands: it needs no pass over them where TMA takes them."""
+def estimate_xla(problem: Problem, device: Device) -> tuple[float, str] | None:
+  """(estimated time of XLA in us, why it may be faster), or None if it hardly is.
+
+  float32 operands: XLA needs no pass over them where TMA takes them. Operands of two
+  bytes with strides that TMA refuses: a fused kernel of XLA's loads them as they are.
+  That is slow where there is much to load; but where there is little, it is over
+  before a pass has been launched. A quarter is added for what is not known of it.
+  """
   rate = device.matrix_tflops[problem.dtype] * 1e6
-  aligned = problem.k % 4 == 0 and problem.n % 4 == 0 and problem.m % 4 == 0
-  efficiency = 0.9 if aligned else 0.3
-  busy = problem.flops / (rate * efficiency)
-  memory = problem.num_bytes / (device.bandwidth_tbps * 1e6 * 0.8)
-  time = 4.0 + _soft_max(busy, memory)
-  return time, "TF32 without a pass over the operands"
+  busy, memory = problem.flops / rate, problem.num_bytes / (device.bandwidth_tbps * 1e6)
+  if problem.dtype == "float32":
+    aligned = problem.k % 4 == 0 and problem.n % 4 == 0 and problem.m % 4 == 0
+    time = 4.0 + _soft_max(busy / (0.9 if aligned else 0.3), memory / 0.8)
+    return time, "TF32 without a pass over the operands"
+  if not any(shape[-1] * problem.itemsize % 16 for shape in (
+      problem.lhs_shape, problem.rhs_shape
+  )):
+    return None
+  time = 1.3 + max(0.009 * problem.k, busy / 0.12, memory / 0.35)
+  return 1.25 * time, "one kernel without a pass over the operands"

@@ -5,7 +5,7 @@ Pure functions of (Problem, Device), and of the times that `cost_model` estimate
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 import dataclasses
 import functools
 from typing import Any
@@ -31,24 +31,46 @@ class Candidate:
   kernel: str
   config: Config | None
   time_us: float
-  reason: str
+  what: Any  # What the estimate consists of; put into words only when asked for.
+
+  @property
+  def reason(self) -> str:
+    return str(self.what)
 
 
 @functools.lru_cache(maxsize=4096)
 def candidates(problem: Problem, device: Device) -> tuple[Candidate, ...]:
   """Every candidate for a problem, the fastest by estimate first."""
-  found = []
-  for kernel, config in _configs(problem, device):
-    if KERNELS[kernel].supports(problem, config) is None:
-      time_us, reason = cost_model.estimate(problem, kernel, config, device)
-      found.append(Candidate(kernel, config, time_us, reason))
-  found.sort(key=lambda candidate: candidate.time_us)
-  if problem.dtype == "float32":
-    xla = Candidate("xla", None, *cost_model.estimate_xla(problem, device))
-    exact = min(problem.m, problem.n, problem.k) < _LEAST_TF32
+  alone = _estimated(problem, _configs(problem, device), device)
+  # Multicast changes little: what is slow by far without it need not be weighed.
+  shared = _multicasts(problem, sorted(alone, key=_time)[:_WORTH_SHARING])
+  # First among equals: multicast moves less data, which tells when clocks fall.
+  found = sorted(_estimated(problem, shared, device) + alone, key=_time)
+  estimate = cost_model.estimate_xla(problem, device)
+  if estimate is not None:
+    xla = Candidate("xla", None, *estimate)
+    exact = problem.dtype == "float32" and (
+        min(problem.m, problem.n, problem.k) < _LEAST_TF32
+    )
     faster = [c for c in found if c.time_us < xla.time_us and not exact]
     found = [*faster, xla, *found[len(faster):]]
   return tuple(found)
+
+
+def _time(candidate: Candidate) -> float:
+  return candidate.time_us
+
+
+def _estimated(
+    problem: Problem, configs: Iterable[tuple[str, Config]], device: Device
+) -> list[Candidate]:
+  """Those of the configs that serve the problem, with their estimated times."""
+  found = []
+  for kernel, config in configs:
+    if KERNELS[kernel].supports(problem, config) is None:
+      estimate = cost_model.estimate(problem, kernel, config, device)
+      found.append(Candidate(kernel, config, estimate.time_us, estimate))
+  return found
 
 
 # -- Which configs there are -------------------------------------------------------
@@ -73,6 +95,7 @@ _PIPELINED_TILES = ((64, 128, 4), (128, 64, 4), (64, 64, 6), (64, 32, 8))
 _MAX_STAGES = 16
 _LEAST_TF32 = 16  # XLA multiplies smaller float32 operands without tensor cores.
 _BIG_TILE = 128 * 192  # From here on multicast has been seen to win.
+_WORTH_SHARING = 6  # Candidates.
 
 
 def _configs(problem: Problem, device: Device) -> Iterator[tuple[str, Config]]:
@@ -85,75 +108,87 @@ def _configs(problem: Problem, device: Device) -> Iterator[tuple[str, Config]]:
     at_once = _num_tiles(problem, tile_m, tile_n) <= 2 * device.num_sms
     if at_once and not _wasteful(problem, tile_m, tile_n):
       yield "pipelined", PipelinedConfig(tile_m, tile_n, tile_k, num_stages, promote)
-  for tile_m, tile_n, consumers, wg_dim in (*_PERSISTENT_TILES, *_PING_PONG_TILES):
+  like = _alike(problem)
+  for shape in (*_PERSISTENT_TILES, *_PING_PONG_TILES):
+    tile_m, tile_n, _, wg_dim = shape
     if _wasteful(problem, tile_m, tile_n):
       continue
-    shape = dict(
-        tile_m=tile_m, tile_n=tile_n, tile_k=tile_k, consumers=consumers, wg_dim=wg_dim
-    )
     num_tiles = _num_tiles(problem, tile_m, tile_n)
     # Larger tiles are of no use where most SMs get none.
     enough = device.num_sms // 4 if tile_m * tile_n > 64 * 64 else 1
     turns = wg_dim != "tile" or num_tiles > device.num_sms
     if turns and num_tiles >= enough:
-      yield from _whole_configs(problem, shape, promote)
+      yield from _with_loads(problem, "persistent", _staged(like, shape, promote))
     if wg_dim == "m":  # The others have been seen never to win where k is split.
       for splits, cluster_k in _splits(device, num_tiles, k_steps):
         if num_tiles * splits >= enough:
-          yield from _split_configs(problem, shape, k_steps, splits, cluster_k)
+          fewer = promotion(problem, tiles.cdiv(k_steps, splits))
+          config = _staged(like, shape, fewer, splits, cluster_k)
+          yield from _with_loads(problem, "split_k", config)
 
 
-def _whole_configs(
-    problem: Problem, shape: dict[str, Any], promote: int
+@functools.lru_cache(maxsize=256)
+def _alike(problem: Problem) -> Problem:
+  """A problem that takes as much shared memory, whatever the sizes."""
+  stride = tiles.tma_stride_elems(problem.out_dtype)
+  n = stride if problem.n % stride == 0 else 1
+  return dataclasses.replace(problem, batch=1, m=64, n=n, k=64)
+
+
+@functools.lru_cache(maxsize=4096)
+def _staged(
+    like: Problem, shape: tuple[int, int, int, str], promote: int, splits: int = 1,
+    cluster_k: int = 1,
+) -> PersistentConfig:
+  """The config with as many stages as shared memory holds; `like`: see `_alike`."""
+  tile_m, tile_n, consumers, wg_dim = shape
+  fields = dict(
+      tile_m=tile_m, tile_n=tile_n, tile_k=tiles.swizzle_elems(like.dtype),
+      consumers=consumers, wg_dim=wg_dim, promote=promote,
+  )
+  kernel, config = KERNELS["persistent"], PersistentConfig(**fields, num_stages=0)
+  if splits > 1:
+    kernel = KERNELS["split_k"]
+    config = SplitKConfig(**fields, num_stages=0, splits=splits, cluster_k=cluster_k)
+  slot = tiles.slot_bytes(like, tile_m, tile_n, config.tile_k)
+  stages = (tiles.SMEM_LIMIT_BYTES - kernel.smem_bytes(like, config)) // slot
+  return dataclasses.replace(config, num_stages=min(_MAX_STAGES, stages))
+
+
+def _with_loads(
+    problem: Problem, kernel: str, config: PersistentConfig
 ) -> Iterator[tuple[str, Config]]:
-  stages = _stages(problem, "persistent", PersistentConfig(**shape, num_stages=0))
-  whole = PersistentConfig(**shape, num_stages=stages, promote=promote)
-  for shared_rhs, shared_lhs in _multicasts(problem, whole):
-    yield "persistent", dataclasses.replace(
-        whole, cluster_m=shared_rhs, cluster_n=shared_lhs
-    )
-  if _may_load(problem, whole):
-    yield "persistent", _by_loads(whole)
+  """The config, and the same with loads through registers in place of passes."""
+  yield kernel, config
+  if config.consumers == 1 and problem.itemsize == 2:
+    if cost_model.passes(problem, config):
+      producers = persistent.LOADING_PRODUCERS
+      stages = config.num_stages // producers * producers
+      yield kernel, dataclasses.replace(config, pad=False, num_stages=stages)
 
 
-def _multicasts(problem: Problem, config: PersistentConfig) -> list[tuple[int, int]]:
-  """(cluster_m, cluster_n) that may pay."""
-  found = [(1, 1)]
-  if config.tile_m * config.tile_n >= _BIG_TILE and problem.m > config.tile_m:
-    # First among equals: multicast moves less data, which tells when clocks fall.
-    found = [(2, 1), (1, 1)]
-  if cost_model.crooked(problem):  # What takes long to fetch is worth sharing.
-    found += [(4, 1)] if problem.m > 2 * config.tile_m else []
-    found += [(1, size) for size in (2, 4) if problem.n > size // 2 * config.tile_n]
-  return found
-
-
-def _split_configs(
-    problem: Problem, shape: dict[str, Any], k_steps: int, splits: int, cluster_k: int
+def _multicasts(
+    problem: Problem, candidates: Iterable[Candidate]
 ) -> Iterator[tuple[str, Config]]:
-  promote = promotion(problem, tiles.cdiv(k_steps, splits))
-  split = dict(shape, splits=splits, cluster_k=cluster_k, promote=promote)
-  stages = _stages(problem, "split_k", SplitKConfig(**split, num_stages=0))
-  found = SplitKConfig(**split, num_stages=stages)
-  yield "split_k", found
-  if cluster_k == 1 and cost_model.crooked(problem) and problem.n > 2 * found.tile_n:
-    yield "split_k", dataclasses.replace(found, cluster_n=4)
-  if _may_load(problem, found):
-    yield "split_k", _by_loads(found)
-
-
-def _may_load(problem: Problem, config: PersistentConfig) -> bool:
-  """Whether there is something that registers could load in place of a pass."""
-  if config.consumers != 1 or problem.itemsize != 2:
-    return False
-  return bool(cost_model.passes(problem, config))
-
-
-def _by_loads(config: PersistentConfig) -> PersistentConfig:
-  """The same, but operands that TMA cannot take are loaded through registers."""
-  producers = persistent.LOADING_PRODUCERS
-  stages = config.num_stages // producers * producers
-  return dataclasses.replace(config, pad=False, num_stages=stages)
+  """The same configs with clusters whose CTAs share tiles of an operand."""
+  crooked = bool(cost_model.crooked(problem))  # Takes long to fetch.
+  for candidate in candidates:
+    config = candidate.config
+    if not isinstance(config, PersistentConfig) or config.cluster > 1 or not config.pad:
+      continue
+    along_m = along_n = ()
+    if crooked:
+      along_m, along_n = (2, 4), (2, 4)
+    elif config.tile_m * config.tile_n >= _BIG_TILE:
+      along_m = (2,)
+    if candidate.kernel == "split_k":
+      along_m, along_n = (), along_n[1:]
+    for size in along_m:
+      if problem.m > size // 2 * config.tile_m:
+        yield candidate.kernel, dataclasses.replace(config, cluster_m=size)
+    for size in along_n:
+      if problem.n > size // 2 * config.tile_n:
+        yield candidate.kernel, dataclasses.replace(config, cluster_n=size)
 
 
 def _num_tiles(problem: Problem, tile_m: int, tile_n: int) -> int:
@@ -163,13 +198,6 @@ def _num_tiles(problem: Problem, tile_m: int, tile_n: int) -> int:
 def _wasteful(problem: Problem, tile_m: int, tile_n: int) -> bool:
   """Whether more than half of the tile lies outside the result, needlessly."""
   return tile_m > 2 * max(problem.m, 64) or tile_n > 2 * max(problem.n, 64)
-
-
-def _stages(problem: Problem, kernel: str, config) -> int:
-  """As many stages as shared memory holds beside the rest; `config` has none."""
-  slot = tiles.slot_bytes(problem, config.tile_m, config.tile_n, config.tile_k)
-  rest = KERNELS[kernel].smem_bytes(problem, config)
-  return min(_MAX_STAGES, (tiles.SMEM_LIMIT_BYTES - rest) // slot)
 
 
 def _splits(device: Device, num_tiles: int, k_steps: int) -> list[tuple[int, int]]:

@@ -189,7 +189,8 @@ def make_ring(
 ) -> rings.Ring:
   axis, teams = ("cluster",), num_teams(config)
   return rings.Ring(
-      prepared, config.num_stages, config.consumers // teams, teams, k_steps, num_producers(config),
+      prepared, config.num_stages, config.consumers // teams, teams, k_steps,
+      num_producers(config),
       lhs_axes=axis if config.cluster_n > 1 else (),
       rhs_axes=axis if config.cluster_m > 1 else (),
       cluster=config.cluster_m * config.cluster_n,

@@ -54,11 +54,13 @@ def round_up(a: int, b: int) -> int:
   return cdiv(a, b) * b
 
 
+@functools.cache
 def swizzle_elems(dtype) -> int:
   """Elements of one 128-byte row of a shared-memory tile."""
   return SWIZZLE_BYTES // jnp.dtype(dtype).itemsize
 
 
+@functools.cache
 def tma_stride_elems(dtype) -> int:
   """Row strides of arrays that TMA reads are multiples of this many elements."""
   return 16 // jnp.dtype(dtype).itemsize

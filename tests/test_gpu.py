@@ -120,9 +120,10 @@ def test_swapped_operands(fields, m, n, layouts):
 
 @pytest.mark.parametrize("fields", kernel_cases.CHUNKED_TILES, ids=str)
 def test_operands_in_chunks(fields):
+  config = small_config("persistent", **fields)
   for size in ((200, 328, 140), (1000, 1000, 1001), (72, 520, 4)):
     for layouts in LAYOUTS:
-      check("persistent", make_problem(*size, layouts), small_config("persistent", **fields))
+      check("persistent", make_problem(*size, layouts), config)
 
 
 @pytest.mark.parametrize("k", [64, 128, 192, 256])

@@ -43,6 +43,10 @@ def lowered(kernel: str, problem, config) -> str:
   return jax.export.export(jax.jit(launch), platforms=["cuda"])(*operands).mlir_module()
 
 
+def own_candidates(problem) -> list[heuristics.Candidate]:
+  return [c for c in heuristics.candidates(problem, H200) if c.kernel != "xla"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("layouts", LAYOUTS)
@@ -51,12 +55,11 @@ def test_every_candidate_lowers(layouts, dtype):
   first_problem = {}
   for size in SIZES:
     problem = make_problem(*size, layouts, dtype)
-    for candidate in heuristics.candidates(problem, H200):
-      if candidate.kernel != "xla":
-        # Splits are numbers of a loop, not another program.
-        shape = {**vars(candidate.config), "splits": None}
-        key = (candidate.kernel, *shape.items())
-        first_problem.setdefault(key, (problem, candidate))
+    for candidate in own_candidates(problem):
+      # Splits are numbers of a loop, not another program.
+      shape = {**vars(candidate.config), "splits": None}
+      key = (candidate.kernel, *shape.items())
+      first_problem.setdefault(key, (problem, candidate))
   assert len(first_problem) > 20
   for problem, candidate in first_problem.values():
     text = lowered(candidate.kernel, problem, candidate.config)
@@ -68,7 +71,7 @@ def test_every_candidate_lowers(layouts, dtype):
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_the_chosen_config_lowers(size, layouts, dtype):
   problem = make_problem(*size, layouts, dtype)
-  chosen = heuristics.candidates(problem, H200)[0]
+  chosen = own_candidates(problem)[0]
   text = lowered(chosen.kernel, problem, chosen.config)
   assert f"jaxgemm_{chosen.kernel}" in text
 
@@ -76,9 +79,9 @@ def test_the_chosen_config_lowers(size, layouts, dtype):
 @pytest.mark.parametrize("size", [(512, 512, 512), (4096, 4096, 4096), (7, 9, 3)])
 def test_float32_results_lower(size):
   problem = make_problem(*size, out_dtype="float32")
-  for candidate in heuristics.candidates(problem, H200):
+  for candidate in own_candidates(problem):
     assert candidate.config.promote > 0
-  chosen = heuristics.candidates(problem, H200)[0]
+  chosen = own_candidates(problem)[0]
   assert f"jaxgemm_{chosen.kernel}" in lowered(chosen.kernel, problem, chosen.config)
 
 
@@ -116,10 +119,11 @@ def test_no_operand_is_copied_where_tma_takes_it():
       "persistent", make_problem(1001, 1024, 1024), small_config("persistent")
   )
   assert "stablehlo.pad" not in text  # Any number of rows of a k-major operand.
-  text = lowered(
-      "persistent", make_problem(1024, 1024, 1001), small_config("persistent")
-  )
-  assert text.count("stablehlo.pad") == 2
+  for m, pads in ((1024, 1), (8192, 2)):
+    # The lhs has a bad stride; the rhs, of any number of rows, comes in chunks, unless
+    # it is read so often that a pass over it costs less.
+    text = lowered("persistent", make_problem(m, 1024, 1001), small_config("persistent"))
+    assert text.count("stablehlo.pad") == pads
 
 
 @pytest.mark.parametrize("layouts", LAYOUTS)

@@ -172,6 +172,31 @@ def test_the_tables_that_we_ship_are_valid():
     table.parse(json.loads(path.read_text(encoding="utf-8")), kinds[path.name])
 
 
+def test_multicast_is_weighed_where_rows_are_slow_to_fetch():
+  clusters = lambda k: {
+      (c.config.cluster_m, c.config.cluster_n)
+      for c in heuristics.candidates(Problem(1248, 1664, k), H200)
+      if c.kernel == "persistent"
+  }
+  assert {(1, 1), (4, 1), (1, 4)} <= clusters(4104)
+  assert clusters(4096) <= {(1, 1), (2, 1)}
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "weighed", "chosen"),
+    [
+        (120, 357, 19, True, True),  # A pass alone takes as long as XLA's kernel.
+        (2047, 2049, 511, True, False),
+        (333, 777, 22223, True, False),
+        (120, 360, 24, False, False),  # TMA takes the operands as they are.
+    ],
+)
+def test_xla_is_weighed_where_tma_refuses_the_operands(m, n, k, weighed, chosen):
+  listed = heuristics.candidates(Problem(m, n, k), H200)
+  assert any(c.kernel == "xla" for c in listed) == weighed
+  assert (listed[0].kernel == "xla") == chosen
+
+
 # -- Devices and contexts ----------------------------------------------------------
 
 
