@@ -1,4 +1,4 @@
-"""persistent: one CTA an SM, a producer and one or two consumer warpgroups.
+"""persistent: one CTA an SM, a producer and one to three consumer warpgroups.
 
   out[b] = alpha * lhs[b] @ rhs[b] + beta * c[b]
 
