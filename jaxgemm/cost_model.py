@@ -31,30 +31,31 @@ from pallas_kernels.problem import Config, PersistentConfig, Problem
 class Model:
   """Constants of the cost model; times in us, rates in bytes/us of one SM."""
 
-  roles: float = 0.743  # Of a kernel with a producer: to part the registers.
-  team: float = 0.636  # Of the second consumer, to get going.
-  cluster: float = 0.0249  # Of each CTA of a cluster, to be launched together.
+  roles: float = 0.759  # Of a kernel with a producer: to part the registers.
+  team: float = 0.673  # Of the second consumer, to get going.
+  cluster: float = 0.0175  # Of each CTA of a cluster, to be launched together.
   latency: float = 1.17  # From asking for a tile to having it.
   l2_rate: float = 130e3  # L2 to shared memory.
-  multicast: float = 0.442  # What an SM receives, beside what it asks for.
-  short_rows: float = 0.0424  # Of operands copied in rows of 128 bytes; less if longer.
-  crooked_rows: float = 1.44  # The same, where rows begin in the midst of 128 bytes.
-  reread: float = 0.173  # Share of an operand that each second tile fetches anew.
-  load_rate: float = 21.4e3  # Memory to shared memory through registers.
-  store_rate: float = 38.6e3  # Registers of a warpgroup to memory.
-  step: float = 0.0241  # Barriers and bookkeeping of a k tile.
-  solo: float = 0.397  # Of pipelined's steps, where one CTA has an SM to itself.
-  single: float = 0.891  # One warpgroup at a time does not fill the tensor cores.
-  wide: float = 1.12  # Two wgmma a k tile, as one does not hold so many columns.
-  chunks: float = 0.841  # wgmma of 64 columns, as rhs comes in chunks.
-  masked: float = 3.37  # Masked stores against TMA's.
-  promotion: float = 0.0115  # Of the sums, once.
-  exchange_rate: float = 8.2e3  # Through distributed shared memory.
-  memory: float = 1.03  # Share of the bandwidth that a product reaches.
-  reduce: float = 4.98  # Launch of the kernel that adds the parts of split-k.
-  reduce_rate: float = 4.41e6  # Its bytes, out of the L2; of the whole chip.
-  pass_launch: float = 1.19  # Launch of a pass over an operand.
-  pass_rate: float = 3.59e6  # Bytes read and written; of the whole chip.
+  multicast: float = 0.594  # What an SM receives, beside what it asks for.
+  short_rows: float = 0.0382  # Of operands copied in rows of 128 bytes; less if longer.
+  crooked_rows: float = 1.49  # The same, where rows begin in the midst of 128 bytes.
+  crooked_memory: float = 0.331  # What crooked rows cost the memory itself.
+  reread: float = 0.165  # Share of an operand that each second tile fetches anew.
+  load_rate: float = 22e3  # Memory to shared memory through registers.
+  store_rate: float = 40.2e3  # Registers of a warpgroup to memory.
+  step: float = 0.0229  # Barriers and bookkeeping of a k tile.
+  solo: float = 0.394  # Of pipelined's steps, where one CTA has an SM to itself.
+  single: float = 0.9  # Of the tensor cores' time, one warpgroup at a time.
+  wide: float = 1.13  # The same, two wgmma a k tile: one holds 256 columns at most.
+  chunks: float = 0.854  # The same, wgmma of 64 columns, as rhs comes in chunks.
+  masked: float = 3.6  # Masked stores against TMA's.
+  promotion: float = 0.0108  # Of the sums, once.
+  exchange_rate: float = 8.27e3  # Through distributed shared memory.
+  memory: float = 1.01  # Share of the bandwidth that a product reaches.
+  reduce: float = 4.06  # Launch of the kernel that adds the parts of split-k.
+  reduce_rate: float = 3.18e6  # Its bytes, out of the L2; of the whole chip.
+  pass_launch: float = 0.965  # Launch of a pass over an operand.
+  pass_rate: float = 3.37e6  # Bytes read and written; of the whole chip.
 
 
 MODEL = Model()
@@ -122,12 +123,17 @@ def estimate(
   if tiles.takes_loads(problem, config):
     loaded, needed = tuple(operand for _, operand, _ in needed), ()
   padded = tuple(operand for _, operand, _ in needed)
-  costs = _row_costs(problem, config.tile_m, config.tile_n, padded, model)
+  costs = _row_costs(
+      problem, config.tile_m, config.tile_n, padded, model, model.crooked_rows
+  )
+  memory_costs = _row_costs(
+      problem, config.tile_m, config.tile_n, padded, model, model.crooked_memory
+  )
   busy = _busy(
       problem, kernel, config, device, model, per_sm=per_sm, k_steps=k_steps, sums=sums,
       masked=masked and sums == 1, supply=_supply(problem, config, model, costs, loaded),
   )
-  memory = _memory(problem, device, model, costs, tiles_m, tiles_n)
+  memory = _memory(problem, device, model, memory_costs, tiles_m, tiles_n)
   main = model.latency + _soft_max(busy, memory)
   if specialised:
     main += model.roles + model.team * (config.consumers - 1)
@@ -286,7 +292,8 @@ def _operand_bytes(problem: Problem) -> tuple[int, int, int]:
 
 
 def _row_costs(
-    problem: Problem, tile_m: int, tile_n: int, padded: tuple[str, ...], model: Model
+    problem: Problem, tile_m: int, tile_n: int, padded: tuple[str, ...], model: Model,
+    crooked_rows: float,
 ) -> tuple[float, float]:
   """What it costs to fetch lhs and rhs, in multiples of their bytes.
 
@@ -301,7 +308,7 @@ def _row_costs(
     row_bytes = tiles.SWIZZLE_BYTES if k_major else tile_mn * problem.itemsize
     extra = 0.0 if k_major else model.short_rows  # The next k tile follows in memory.
     if operand not in padded and operand in crooked(problem):
-      extra += model.crooked_rows
+      extra += crooked_rows
     costs.append(1.0 + extra * tiles.SWIZZLE_BYTES / row_bytes)
   return costs[0], costs[1]
 

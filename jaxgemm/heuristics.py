@@ -95,7 +95,7 @@ _PIPELINED_TILES = ((64, 128, 4), (128, 64, 4), (64, 64, 6), (64, 32, 8))
 _MAX_STAGES = 16
 _LEAST_TF32 = 16  # XLA multiplies smaller float32 operands without tensor cores.
 _BIG_TILE = 128 * 192  # From here on multicast has been seen to win.
-_WORTH_SHARING = 6  # Candidates.
+_WORTH_SHARING = 4  # Candidates.
 
 
 def _configs(problem: Problem, device: Device) -> Iterator[tuple[str, Config]]:
