@@ -23,7 +23,7 @@ import math
 from typing import NamedTuple
 
 from jaxgemm.device import Device
-from pallas_kernels import KERNELS, persistent, tiles
+from pallas_kernels import KERNELS, operand_tiles, persistent, tiles
 from pallas_kernels.problem import Config, PersistentConfig, Problem
 
 
@@ -32,7 +32,7 @@ class Model:
   """Constants of the cost model; times in us, rates in bytes/us of one SM."""
 
   roles: float = 0.759  # Of a kernel with a producer: to part the registers.
-  team: float = 0.673  # Of the second consumer, to get going.
+  team: float = 0.673  # Of each consumer but the first, to get going.
   cluster: float = 0.0175  # Of each CTA of a cluster, to be launched together.
   latency: float = 1.17  # From asking for a tile to having it.
   l2_rate: float = 130e3  # L2 to shared memory.
@@ -102,8 +102,7 @@ def estimate(
 ) -> Estimate:
   """What the model expects of a config that serves the problem."""
   masked = bool(problem.n * problem.out_itemsize % 16)
-  if getattr(config, "swap", False):
-    problem = problem.transposed()
+  problem = _multiplied(problem, config)
   shared_rhs, shared_lhs = _multicast(config)
   splits = getattr(config, "splits", 1)
   cluster_k = getattr(config, "cluster_k", 1)
@@ -120,7 +119,7 @@ def estimate(
 
   needed = _passes(problem, _wg_tile(config))
   loaded = ()  # Through registers.
-  if tiles.takes_loads(problem, config):
+  if operand_tiles.takes_loads(problem, config):
     loaded, needed = tuple(operand for _, operand, _ in needed), ()
   padded = tuple(operand for _, operand, _ in needed)
   costs = _row_costs(
@@ -177,7 +176,7 @@ def _busy(
   if wg_n > tiles.WGMMA_COLS:
     matrix *= model.wide
   if wg_n > tiles.swizzle_elems(problem.dtype):
-    if tiles.ways(problem, (wg_m, wg_n))[1] == "chunks":
+    if operand_tiles.ways(problem, (wg_m, wg_n))[1] == "chunks":
       matrix *= model.chunks
   # blocked has one slot, and loads nothing while it multiplies.
   ahead = max(getattr(config, "num_stages", 1) - 1, 0.5)
@@ -221,6 +220,13 @@ def _memory(
   return moved / (device.bandwidth_tbps * 1e6 * model.memory)
 
 
+def _multiplied(problem: Problem, config: Config) -> Problem:
+  """What the kernel multiplies."""
+  if isinstance(config, PersistentConfig):
+    return persistent.multiplied(problem, config)
+  return problem
+
+
 def _multicast(config: Config) -> tuple[int, int]:
   """CTAs of a cluster that share an rhs tile, and an lhs tile."""
   return getattr(config, "cluster_m", 1), getattr(config, "cluster_n", 1)
@@ -262,15 +268,13 @@ def _extra(
 
 def passes(problem: Problem, config: Config) -> tuple[Pass, ...]:
   """The passes over operands that a config needs if it loads none through registers."""
-  if getattr(config, "swap", False):
-    problem = problem.transposed()
-  return _passes(problem, _wg_tile(config))
+  return _passes(_multiplied(problem, config), _wg_tile(config))
 
 
 @functools.lru_cache(maxsize=1024)
 def _passes(problem: Problem, wg_tile: tuple[int, int]) -> tuple[Pass, ...]:
   found = []
-  lhs_way, rhs_way = tiles.ways(problem, wg_tile)
+  lhs_way, rhs_way = operand_tiles.ways(problem, wg_tile)
   for name, shape, k_major, way in (
       ("lhs", problem.lhs_shape, problem.lhs_layout == "k-major", lhs_way),
       ("rhs", problem.rhs_shape, problem.rhs_layout == "k-major", rhs_way),
@@ -327,10 +331,11 @@ def crooked(problem: Problem) -> tuple[str, ...]:
 
 
 def _pass_over(problem: Problem, shape, k_major: bool, way: str) -> str | None:
-  """What `tiles.prepare` does to an operand before the kernel, or None."""
+  """What `operand_tiles.prepare` does to an operand before the kernel, or None."""
   if problem.dtype == "float32":
     return "rounding" if k_major else "rounding and transposing"
-  return "padding" if tiles.needs_padding(*shape[1:], problem.dtype, way) else None
+  padded = operand_tiles.needs_padding(*shape[1:], problem.dtype, way)
+  return "padding" if padded else None
 
 
 def estimate_xla(problem: Problem, device: Device) -> tuple[float, str] | None:

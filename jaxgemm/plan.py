@@ -140,6 +140,7 @@ def run(plan: Plan, operands, device: Device, interpret=None):
   options = {}
   if plan.kernel == triton.NAME:  # Compiled where it is lowered, maybe for elsewhere.
     options["compute_capability"] = device.compute_capability
+  # A persistent grid of more CTAs than run at once would run in two waves.
   at_once = device.ctas_at_once(getattr(plan.config, "cluster", 1))
   return kernel.launch(
       operands, plan.problem, plan.config, num_sms=at_once, interpret=interpret, **options

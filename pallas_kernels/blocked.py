@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import accumulate, calls, tiles
+from pallas_kernels import accumulate, calls, operand_tiles, tiles
 from pallas_kernels.problem import BlockedConfig, Problem
 
 NAME = "blocked"
@@ -70,7 +70,9 @@ def launch(
     def _multiply(acc, first, count):
       def step(i, _):
         _load(first + i)
-        tiles.multiply(acc, call.prepared, (refs["lhs_slot"], refs["rhs_slot"]), 0)
+        operand_tiles.multiply(
+            acc, call.prepared, (refs["lhs_slot"], refs["rhs_slot"]), 0
+        )
         plgpu.wgmma_wait(0)  # The next load overwrites what this one reads.
 
       lax.fori_loop(jnp.int32(0), jnp.int32(count), step, None)

@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels import epilogue as epilogues
-from pallas_kernels import tiles
+from pallas_kernels import operand_tiles
 from pallas_kernels.problem import Config, Problem
 
 
@@ -24,7 +24,7 @@ class Call:
   """
 
   result: Problem
-  prepared: tiles.Prepared
+  prepared: operand_tiles.Prepared
   epilogue: epilogues.Epilogue
   inputs: tuple[jax.Array, ...]
   interpret: Any
@@ -88,7 +88,9 @@ def make_call(
   """
   result = result or problem
   emulated = interpret is not None
-  prepared = tiles.prepare(*operands[:2], problem, config, wg_tile, emulated=emulated)
+  prepared = operand_tiles.prepare(
+      *operands[:2], problem, config, wg_tile, emulated=emulated
+  )
   epilogue = epilogues.make_epilogue(
       result, stored_cols or wg_tile[1], num_wgs, emulated=emulated,
       transposed=getattr(config, "swap", False),

@@ -36,7 +36,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from pallas_kernels import accumulate, calls, tiles
+from pallas_kernels import accumulate, calls, operand_tiles, tiles
 from pallas_kernels import ring as rings
 from pallas_kernels.exchange import Exchange
 from pallas_kernels.problem import PersistentConfig, Problem
@@ -185,7 +185,7 @@ def num_producers(config: PersistentConfig) -> int:
 
 
 def make_ring(
-    prepared: tiles.Prepared, config: PersistentConfig, k_steps: int
+    prepared: operand_tiles.Prepared, config: PersistentConfig, k_steps: int
 ) -> rings.Ring:
   axis, teams = ("cluster",), num_teams(config)
   return rings.Ring(

@@ -27,7 +27,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import accumulate, calls, tiles
+from pallas_kernels import accumulate, calls, operand_tiles, tiles
 from pallas_kernels.problem import PipelinedConfig, Problem
 
 NAME = "pipelined"
@@ -81,7 +81,7 @@ def launch(
       slot = lax.rem(step, jnp.int32(num_stages))
       plgpu.barrier_wait(refs["full"].at[slot])
       slots = refs["lhs_slots"], refs["rhs_slots"]
-      groups = tiles.multiply(acc, call.prepared, slots, slot)
+      groups = operand_tiles.multiply(acc, call.prepared, slots, slot)
       plgpu.wgmma_wait(groups)  # Those of step - 1 have read their slot.
 
     for step in range(ahead):

@@ -27,7 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import tiles
+from pallas_kernels import operand_tiles
 
 # What a thread keeps, by the number of consumers: all CTA's threads share 64 K.
 PRODUCER_REGISTERS = {1: 40, 2: 40, 3: 32}
@@ -50,7 +50,7 @@ class Ring:
     cluster: CTAs along them.
   """
 
-  prepared: tiles.Prepared
+  prepared: operand_tiles.Prepared
   num_stages: int
   num_consumers: int
   teams: int
@@ -61,11 +61,11 @@ class Ring:
   cluster: int = 1
 
   @property
-  def lhs(self) -> tiles.Operand:
+  def lhs(self) -> operand_tiles.Operand:
     return self.prepared.lhs_operand
 
   @property
-  def rhs(self) -> tiles.Operand:
+  def rhs(self) -> operand_tiles.Operand:
     return self.prepared.rhs_operand
 
   def scratch(self) -> dict[str, Any]:
@@ -140,7 +140,7 @@ class Ring:
     def multiply(i, _):
       slot = self._slot(first_step + i)
       plgpu.barrier_wait(self._barrier(refs["full"], first_step + i))
-      groups = tiles.multiply(
+      groups = operand_tiles.multiply(
           acc, self.prepared, slots, slot, lhs_start=lhs_start, rhs_start=rhs_start
       )
       plgpu.wgmma_wait(groups)

@@ -1,24 +1,4 @@
-"""Tiles: how operands lie in shared memory, and in which order tiles are done.
-
-Shared memory that wgmma reads is swizzled by 128 bytes and tiled by 8 rows x
-128 bytes. An operand gets there in one of four ways (`Operand.way`):
-
-  flat     k-major operands: one TMA copy of rank 2 into an untiled view of the
-           slot. A slot is exactly 128 bytes wide, so that both views have the
-           same byte order.
-  tiled    other operands: one TMA copy of rank 4 that tiles as it copies. Each
-           dimension of the array must be a multiple of the 8 x 128 byte tile, or
-           smaller than it.
-  chunks   other operands that do not fit: the slot is made of chunks of 128 bytes
-           of mn, each copied as a flat slot is, and each a wgmma of its own.
-  loads    operands that fit in no other way, where the config says so: the producer
-           loads them through registers (see `register_loads`).
-
-The first three want a row stride that is a multiple of 16 bytes; flat and chunks
-serve any size, as TMA fills what lies outside with zeros. `prepare` pads the
-operands that do not fit. In the emulator every copy is a tiled one: it gives each
-view of shared memory a memory of its own, and has no rule about sizes.
-"""
+"""Tiles: what shared memory and wgmma ask of them, and in which order they are done."""
 
 from __future__ import annotations
 
@@ -26,24 +6,18 @@ import dataclasses
 import functools
 from typing import Any
 
-import jax
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels.problem import ALGORITHMS, OUT_DTYPES, Problem
-from pallas_kernels.register_loads import RegisterLoads
 
 SWIZZLE_BYTES = 128
 SMEM_LIMIT_BYTES = 232448  # What one CTA may have on Hopper.
 BARRIER_BYTES = 1024  # Room for every mbarrier of a kernel, one alignment unit.
 TMA_BOX_LIMIT = 256  # Elements of one dimension of a TMA box.
 WGMMA_COLS = 256  # Columns that one wgmma instruction multiplies.
-PAD_FROM = 4096  # Rows of the one operand from which a pass over the other pays.
 GRID_WIDTH = 8  # Tiles of a band, where the config does not say (`tile_order`).
-
-Ref = Any  # A Pallas reference.
 
 
 def cdiv(a: int, b: int) -> int:
@@ -70,292 +44,6 @@ def swizzled(dtype, swizzle: int = SWIZZLE_BYTES) -> tuple[Any, ...]:
   """Transforms of shared memory that wgmma reads."""
   elems = swizzle // jnp.dtype(dtype).itemsize
   return (plgpu.TilingTransform((8, elems)), plgpu.SwizzleTransform(swizzle))
-
-
-# -- Operands ------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Operand:
-  """One operand of the product: its tile, and its way into shared memory.
-
-  Attributes:
-    is_lhs: lhs or rhs.
-    k_major: whether it is stored [mn, k] (else [k, mn]).
-    tile_mn, tile_k: its share of the tile of one CTA.
-    dtype: by name.
-    batched: whether it has a batch dimension larger than one.
-    mn, k: rows and columns (lhs, or transposed rhs) that the whole operand has.
-    way: see the module's docstring.
-    emulated: whether every copy is a tiled one.
-  """
-
-  is_lhs: bool
-  k_major: bool
-  tile_mn: int
-  tile_k: int
-  dtype: str
-  batched: bool
-  mn: int
-  k: int
-  way: str
-  emulated: bool
-
-  @property
-  def num_copies(self) -> int:
-    """Arrivals on the slot's barrier, one a copy, when a tile is brought."""
-    if self.way == "chunks":
-      return self.tile_mn // swizzle_elems(self.dtype)
-    return len(self._boxes) if self.way == "flat" else 1
-
-  @property
-  def _boxes(self) -> tuple[tuple[int, int], ...]:
-    """(first row, rows) of the copies of a flat tile."""
-    if self.tile_mn <= TMA_BOX_LIMIT:
-      return ((0, self.tile_mn),)
-    return instruction_columns(self.tile_mn)
-
-  def slots(self, num_slots: int) -> Any:
-    """Scratch type of `num_slots` tiles in shared memory."""
-    shape = {
-        "flat": (num_slots, self.tile_mn, self.tile_k),
-        "tiled": (num_slots, self.tile_k, self.tile_mn),
-        "loads": (num_slots, *self._tile_as_stored()),
-        "chunks": (num_slots, self.num_copies, self.tile_k, swizzle_elems(self.dtype)),
-    }[self.way]
-    transforms = swizzled(self.dtype)
-    tiled = plgpu.SMEM(shape, jnp.dtype(self.dtype), transforms=transforms)
-    if not self._union:
-      return tiled
-    untiled = plgpu.SMEM(shape, jnp.dtype(self.dtype), transforms=transforms[1:])
-    return plgpu.RefUnion(untiled, tiled)
-
-  def load(
-      self, gmem: Ref, slots: Ref, slot, barrier: Ref, *, batch, mn, k,
-      collective_axes=None, cluster: int = 1,
-  ) -> None:
-    """Starts the copies of the tile at element (mn, k); they arrive on `barrier`.
-
-    With `collective_axes` the `cluster` CTAs along them load a part each, for all.
-    """
-    slots, batch = self._views(slots)[0], batch if self.batched else 0
-    if self.way == "loads":
-      self._load_through_registers(gmem, slots.at[slot], batch, mn, k)
-      plgpu.commit_smem()
-      plgpu.barrier_arrive(barrier)
-      return
-
-    def copy(dst, rows, cols):
-      plgpu.copy_gmem_to_smem(
-          gmem.at[batch, pl.ds(*rows), pl.ds(*cols)], dst, barrier,
-          collective_axes=collective_axes,
-      )
-
-    if self.way == "chunks":
-      width = swizzle_elems(self.dtype)
-      for i in range(self.num_copies):
-        copy(slots.at[slot, i], (k, self.tile_k), (mn + i * width, width))
-    elif self.way == "tiled":
-      copy(slots.at[slot], (k, self.tile_k), (mn, self.tile_mn))
-    elif self.mn < self.tile_mn <= TMA_BOX_LIMIT:
-      # Rows beyond the last are not worth the time to fill them with zeros: what
-      # comes of them is not stored. Each CTA of a cluster loads whole rows of tiles.
-      rows = round_up(self.mn, 8 * cluster)
-      copy(slots.at[slot, pl.ds(0, rows)], (mn, rows), (k, self.tile_k))
-    else:
-      for first, rows in self._boxes:
-        box = slots.at[slot, pl.ds(first, rows)]
-        copy(box, (mn + first, rows), (k, self.tile_k))
-
-  def _load_through_registers(self, gmem: Ref, slot: Ref, batch, mn, k) -> None:
-    rows, cols = (self.mn, self.k) if self.k_major else (self.k, self.mn)
-    row, col = (mn, k) if self.k_major else (k, mn)
-    loads = RegisterLoads(rows, cols, *self._tile_as_stored(), swizzled(self.dtype))
-    loads.load(gmem, slot, batch=batch, row=row, col=col)
-
-  def _tile_as_stored(self) -> tuple[int, int]:
-    tile = self.tile_mn, self.tile_k
-    return tile if self.k_major else tile[::-1]
-
-  def parts(self, size: int) -> tuple[tuple[int, int], ...]:
-    """(start, size) of the wgmma that share `size` of mn; rows need not be shared."""
-    if self.way == "chunks":
-      width = swizzle_elems(self.dtype)
-      return tuple((start, width) for start in range(0, size, width))
-    return ((0, size),) if self.is_lhs else instruction_columns(size)
-
-  def view(self, slots: Ref, slot, start, size: int) -> Ref:
-    """`size` of mn from `start` on, as wgmma wants it: [mn, k] of lhs, [k, mn] of rhs.
-    """
-    slots = self._views(slots)[1]
-    part = slice(None) if size == self.tile_mn else pl.ds(start, size)
-    if self.k_major:
-      ref = slots.at[slot, part]
-    elif self.way in ("tiled", "loads"):
-      ref = slots.at[slot, :, part]
-    else:  # One chunk.
-      assert size == swizzle_elems(self.dtype)
-      ref = slots.at[slot, lax.div(jnp.int32(start), jnp.int32(size))]
-    return ref if self.k_major == self.is_lhs else ref.transpose((1, 0))
-
-  def _views(self, slots: Ref) -> tuple[Ref, Ref]:
-    """(the view that TMA uses, the view that wgmma uses)."""
-    return (slots[0], slots[1]) if self._union else (slots, slots)
-
-  @property
-  def _union(self) -> bool:
-    """Whether TMA and wgmma use different views of the slots."""
-    return self.way in ("flat", "chunks") and not self.emulated
-
-
-def ways(problem: Problem, wg_tile: tuple[int, int]) -> tuple[str, str]:
-  """The ways of lhs and rhs, of which a warpgroup multiplies `wg_tile`."""
-  return (
-      _way(problem.lhs_shape, problem.lhs_layout, problem.dtype, wg_tile[0], problem.n),
-      _way(problem.rhs_shape, problem.rhs_layout, problem.dtype, wg_tile[1], problem.m),
-  )
-
-
-def _way(shape, layout: str, dtype, wg_mn: int, reuse: int) -> str:
-  """The way of an operand whose elements are multiplied `reuse` times each."""
-  _, rows, cols = shape
-  if layout == "k-major":
-    return "flat"
-  if cols % tma_stride_elems(dtype) or not needs_padding(rows, cols, dtype, "tiled"):
-    return "tiled"  # A pass that mends the stride pads whatever else is wanted.
-  # Short wgmma read shared memory too often: a pass may cost less.
-  return "tiled" if wg_mn > swizzle_elems(dtype) and reuse >= PAD_FROM else "chunks"
-
-
-def needs_padding(rows: int, cols: int, dtype, way: str) -> bool:
-  """Whether TMA cannot take an operand stored [rows, cols] as it is."""
-  if cols % tma_stride_elems(dtype):
-    return True
-  if way != "tiled":
-    return False
-  elems = swizzle_elems(dtype)
-  return bool((rows % 8 and rows > 8) or (cols % elems and cols > elems))
-
-
-def takes_loads(problem: Problem, config) -> bool:
-  """Whether the kernel of `config` loads through registers what TMA cannot take.
-
-  float32 operands take a pass anyway, which pads them at no cost.
-  """
-  return not getattr(config, "pad", True) and problem.itemsize == 2
-
-
-def pad_for_tma(x: jax.Array, dtype, way: str) -> jax.Array:
-  """Pads an operand [batch, rows, cols] that TMA cannot take as it is.
-
-  See `needs_padding`. Most need only their row stride mended; one that is read tiled
-  may need both dimensions. The zeros do not change the product.
-  """
-  _, rows, cols = x.shape
-  elems = swizzle_elems(dtype)
-  if cols <= elems:
-    elems = tma_stride_elems(dtype)
-  pad_rows = round_up(rows, 8) - rows if rows > 8 and way == "tiled" else 0
-  pad_cols = round_up(cols, elems) - cols
-  zero = jnp.zeros((), x.dtype)
-  return lax.pad(x, zero, ((0, 0, 0), (0, pad_rows, 0), (0, pad_cols, 0)))
-
-
-def _round_to_tf32(x: jax.Array) -> jax.Array:
-  return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=10)
-
-
-@dataclasses.dataclass(frozen=True)
-class Prepared:
-  """Operands as the kernels read them."""
-
-  lhs: jax.Array
-  rhs: jax.Array
-  lhs_operand: Operand
-  rhs_operand: Operand
-
-  @property
-  def num_copies(self) -> int:
-    """TMA copies that bring a tile of both."""
-    return self.lhs_operand.num_copies + self.rhs_operand.num_copies
-
-
-def prepare(
-    lhs: jax.Array, rhs: jax.Array, problem: Problem, config, wg_tile: tuple[int, int],
-    *, emulated: bool,
-) -> Prepared:
-  """Brings two operands into a form that TMA and wgmma read.
-
-  Operands with strides that TMA cannot take are padded; other 16-bit operands
-  are passed on as they are. float32 operands take one pass of their own, in
-  which XLA fuses what each of them needs: wgmma drops the mantissa bits that
-  TF32 lacks, so they are rounded first (dropping them would cost 2.6 times the
-  error), and it reads TF32 k-major only, so any other layout is transposed.
-
-  Args:
-    lhs, rhs: [batch, ., .] as the problem stores them.
-    problem: the problem.
-    config: has `tile_m`, `tile_n` and `tile_k`.
-    wg_tile: rows and columns of the result that one warpgroup multiplies.
-    emulated: whether the kernel runs in the emulator.
-  """
-  if problem.dtype == "float32":
-    lhs, rhs = _round_to_tf32(lhs), _round_to_tf32(rhs)
-    if problem.lhs_layout != "k-major":
-      lhs = lax.transpose(lhs, (0, 2, 1))
-    if problem.rhs_layout != "k-major":
-      rhs = lax.transpose(rhs, (0, 2, 1))
-    problem = dataclasses.replace(problem, lhs_layout="k-major", rhs_layout="k-major")
-  several, dtype = problem.batch > 1, problem.dtype
-  lhs_k_major, rhs_k_major = (
-      layout == "k-major" for layout in (problem.lhs_layout, problem.rhs_layout)
-  )
-  arrays, found = [], []
-  lhs_way, rhs_way = ways(problem, wg_tile)
-  lhs_facts = lhs, lhs_k_major, config.tile_m, problem.m, problem.lhs_batched
-  rhs_facts = rhs, rhs_k_major, config.tile_n, problem.n, problem.rhs_batched
-  for is_lhs, its_way, (x, k_major, tile_mn, mn, batched) in (
-      (True, lhs_way, lhs_facts), (False, rhs_way, rhs_facts)
-  ):
-    if needs_padding(*x.shape[1:], dtype, its_way):
-      if takes_loads(problem, config) and not emulated:
-        its_way = "loads"
-      else:
-        x = pad_for_tma(x, dtype, its_way)
-    arrays.append(x)
-    found.append(
-        Operand(
-            is_lhs, k_major, tile_mn, config.tile_k, dtype, several and batched, mn,
-            problem.k, its_way, emulated,
-        )
-    )
-  return Prepared(*arrays, *found)
-
-
-def multiply(
-    acc: Ref, prepared: Prepared, slots: tuple[Ref, Ref], slot, *, lhs_start=0,
-    rhs_start=0,
-) -> int:
-  """acc += the product of a slot of lhs and one of rhs, from the given rows on.
-
-  Returns the number of wgmma groups: one where an instruction holds all columns and
-  no operand comes in chunks.
-  """
-  lhs, rhs = prepared.lhs_operand, prepared.rhs_operand
-  rows, cols = acc.shape
-  row_parts, col_parts = lhs.parts(rows), rhs.parts(cols)
-  for first_row, num_rows in row_parts:
-    for first_col, num_cols in col_parts:
-      whole = (num_rows, num_cols) == (rows, cols)
-      part = acc if whole else acc.at[
-          pl.ds(first_row, num_rows), pl.ds(first_col, num_cols)
-      ]
-      plgpu.wgmma(
-          part,
-          lhs.view(slots[0], slot, lhs_start + first_row, num_rows),
-          rhs.view(slots[1], slot, rhs_start + first_col, num_cols),
-      )
-  return len(row_parts) * len(col_parts)
 
 
 # -- Order of the tiles ----------------------------------------------------------
@@ -444,7 +132,7 @@ def instruction_columns(cols: int) -> tuple[tuple[int, int], ...]:
 
 
 def reads_rhs_k_major(problem: Problem) -> bool:
-  """Whether the kernel sees rhs k-major (see `prepare` for float32)."""
+  """Whether the kernel sees rhs k-major (see `operand_tiles.prepare` for float32)."""
   return problem.rhs_layout == "k-major" or problem.dtype == "float32"
 
 
