@@ -21,7 +21,7 @@ from pallas_kernels.problem import Config, Problem
 
 # "xla" is lax.dot_general itself, the baseline; "auto" lets jaxgemm choose.
 IMPLEMENTATIONS = (
-    "xla", "auto", "blocked", "pipelined", "persistent", "split_k", "triton",
+    "xla", "auto", "blocked", "direct", "pipelined", "persistent", "split_k", "triton",
 )
 
 Product = Callable[[jax.Array, jax.Array], jax.Array]

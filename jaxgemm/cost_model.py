@@ -23,7 +23,7 @@ import math
 from typing import NamedTuple
 
 from jaxgemm.device import Device
-from pallas_kernels import KERNELS, operand_tiles, persistent, tiles
+from pallas_kernels import KERNELS, direct, operand_tiles, persistent, tiles
 from pallas_kernels.problem import Config, PersistentConfig, Problem
 
 
@@ -31,31 +31,35 @@ from pallas_kernels.problem import Config, PersistentConfig, Problem
 class Model:
   """Constants of the cost model; times in us, rates in bytes/us of one SM."""
 
-  roles: float = 0.759  # Of a kernel with a producer: to part the registers.
-  team: float = 0.673  # Of each consumer but the first, to get going.
-  cluster: float = 0.0175  # Of each CTA of a cluster, to be launched together.
-  latency: float = 1.17  # From asking for a tile to having it.
-  l2_rate: float = 130e3  # L2 to shared memory.
-  multicast: float = 0.594  # What an SM receives, beside what it asks for.
-  short_rows: float = 0.0382  # Of operands copied in rows of 128 bytes; less if longer.
-  crooked_rows: float = 1.49  # The same, where rows begin in the midst of 128 bytes.
-  crooked_memory: float = 0.331  # What crooked rows cost the memory itself.
-  reread: float = 0.165  # Share of an operand that each second tile fetches anew.
-  load_rate: float = 22e3  # Memory to shared memory through registers.
-  store_rate: float = 40.2e3  # Registers of a warpgroup to memory.
-  step: float = 0.0229  # Barriers and bookkeeping of a k tile.
-  solo: float = 0.394  # Of pipelined's steps, where one CTA has an SM to itself.
-  single: float = 0.9  # Of the tensor cores' time, one warpgroup at a time.
+  roles: float = 0.585  # Of a kernel with a producer: to part the registers.
+  team: float = 0.809  # Of each consumer but the first, to get going.
+  cluster: float = 0.0155  # Of each CTA of a cluster, to be launched together.
+  latency: float = 0.753  # From asking for a tile to having it.
+  descriptors: float = 0.232  # Until TMA has fetched them, and of its last store.
+  l2_rate: float = 137e3  # L2 to shared memory.
+  multicast: float = 0.559  # What an SM receives, beside what it asks for.
+  short_rows: float = 0.0104  # Of operands copied in rows of 128 bytes; less if longer.
+  crooked_rows: float = 1.84  # The same, where rows begin in the midst of 128 bytes.
+  crooked_memory: float = 0.317  # What crooked rows cost the memory itself.
+  reread: float = 0.188  # Share of an operand that each second tile fetches anew.
+  load_rate: float = 22.9e3  # Memory to shared memory through registers, shifted.
+  direct_rate: float = 54.6e3  # The same, where rows are aligned to 16 bytes.
+  store_rate: float = 25.4e3  # Registers of a warpgroup to memory.
+  masked_rate: float = 33.2e3  # The same, not by TMA.
+  step: float = 0.0285  # Barriers and bookkeeping of a k tile.
+  solo: float = 0.369  # Of pipelined's steps, where one CTA has an SM to itself.
+  single: float = 0.943  # Of the tensor cores' time, one warpgroup at a time.
   wide: float = 1.13  # The same, two wgmma a k tile: one holds 256 columns at most.
-  chunks: float = 0.854  # The same, wgmma of 64 columns, as rhs comes in chunks.
-  masked: float = 3.6  # Masked stores against TMA's.
-  promotion: float = 0.0108  # Of the sums, once.
-  exchange_rate: float = 8.27e3  # Through distributed shared memory.
-  memory: float = 1.01  # Share of the bandwidth that a product reaches.
-  reduce: float = 4.06  # Launch of the kernel that adds the parts of split-k.
-  reduce_rate: float = 3.18e6  # Its bytes, out of the L2; of the whole chip.
-  pass_launch: float = 0.965  # Launch of a pass over an operand.
-  pass_rate: float = 3.37e6  # Bytes read and written; of the whole chip.
+  narrow: float = 79.8  # Columns of a wgmma that takes no less time with fewer.
+  chunks: float = 0.892  # The same, wgmma of 64 columns, as rhs comes in chunks.
+  promotion: float = 0.0155  # Of the sums, once.
+  exchange_rate: float = 7.59e3  # Through distributed shared memory.
+  memory: float = 1.03  # Share of the bandwidth that a product reaches.
+  apart: float = 0.145  # What the memory loses where k is split: rows far apart.
+  reduce: float = 3.55  # Launch of the kernel that adds the parts of split-k.
+  reduce_rate: float = 3.58e6  # Its bytes, out of the L2; of the whole chip.
+  pass_launch: float = 1.08  # Launch of a pass over an operand.
+  pass_rate: float = 3.48e6  # Bytes read and written; of the whole chip.
 
 
 MODEL = Model()
@@ -101,7 +105,7 @@ def estimate(
     problem: Problem, kernel: str, config: Config, device: Device, model: Model = MODEL
 ) -> Estimate:
   """What the model expects of a config that serves the problem."""
-  masked = bool(problem.n * problem.out_itemsize % 16)
+  masked = kernel == direct.NAME or problem.n * problem.out_itemsize % 16 > 0
   problem = _multiplied(problem, config)
   shared_rhs, shared_lhs = _multicast(config)
   splits = getattr(config, "splits", 1)
@@ -119,7 +123,9 @@ def estimate(
 
   needed = _passes(problem, _wg_tile(config))
   loaded = ()  # Through registers.
-  if operand_tiles.takes_loads(problem, config):
+  if kernel == direct.NAME:
+    loaded, needed = ("lhs", "rhs"), ()
+  elif operand_tiles.takes_loads(problem, config):
     loaded, needed = tuple(operand for _, operand, _ in needed), ()
   padded = tuple(operand for _, operand, _ in needed)
   costs = _row_costs(
@@ -133,7 +139,10 @@ def estimate(
       masked=masked and sums == 1, supply=_supply(problem, config, model, costs, loaded),
   )
   memory = _memory(problem, device, model, memory_costs, tiles_m, tiles_n)
+  memory *= 1 + model.apart * (1 - 1 / splits)
   main = model.latency + _soft_max(busy, memory)
+  if kernel != direct.NAME:
+    main += model.descriptors
   if specialised:
     main += model.roles + model.team * (config.consumers - 1)
   if cluster > 1:
@@ -156,7 +165,11 @@ def _supply(problem: Problem, config: Config, model: Model, costs, loaded) -> fl
   asked = rows * costs[0] / shared_lhs + config.tile_n * costs[1] / shared_rhs
   by_tma = max(asked, model.multicast * (rows + config.tile_n)) / model.l2_rate
   valid = {"lhs": min(rows, problem.m), "rhs": min(config.tile_n, problem.n)}
-  by_loads = sum(valid[operand] for operand in loaded) / model.load_rate
+  shifted = misaligned(problem, 16)
+  by_loads = sum(
+      valid[operand] / (model.load_rate if operand in shifted else model.direct_rate)
+      for operand in loaded
+  )
   return tiles.SWIZZLE_BYTES * max(by_tma, by_loads)
 
 
@@ -169,7 +182,8 @@ def _busy(
   in_turn = specialised and config.wg_dim == "tile"
   cluster_k = getattr(config, "cluster_k", 1)
   rate = device.matrix_tflops[problem.dtype] * 1e6 / device.num_sms  # FLOP/us
-  matrix = 2 * config.tile_m * config.tile_n * config.tile_k / rate
+  tile_n = max(config.tile_n, model.narrow)
+  matrix = 2 * config.tile_m * tile_n * config.tile_k / rate
   if specialised and (in_turn or config.consumers == 1):
     matrix *= model.single
   wg_m, wg_n = _wg_tile(config)
@@ -178,16 +192,17 @@ def _busy(
   if wg_n > tiles.swizzle_elems(problem.dtype):
     if operand_tiles.ways(problem, (wg_m, wg_n))[1] == "chunks":
       matrix *= model.chunks
-  # blocked has one slot, and loads nothing while it multiplies.
+  # blocked has one slot, and loads nothing while it multiplies; direct asks for all.
   ahead = max(getattr(config, "num_stages", 1) - 1, 0.5)
+  if kernel == direct.NAME:
+    ahead = math.inf
   promotion = model.promotion / config.promote if config.promote else 0.0
 
   # The epilogue of a tile. CTAs that share an SM store while others multiply, unless
   # the stores are masked: those occupy the SM's own pipes.
   out_bytes = 4 if sums > 1 else problem.out_itemsize
-  store = wg_m * wg_n * out_bytes / (model.store_rate * cluster_k)
-  if masked:
-    store *= model.masked
+  rate = model.masked_rate if masked else model.store_rate
+  store = wg_m * wg_n * out_bytes / (rate * cluster_k)
   if cluster_k > 1:
     store += 4 * wg_m * wg_n / model.exchange_rate
 
@@ -311,22 +326,18 @@ def _row_costs(
   ):
     row_bytes = tiles.SWIZZLE_BYTES if k_major else tile_mn * problem.itemsize
     extra = 0.0 if k_major else model.short_rows  # The next k tile follows in memory.
-    if operand not in padded and operand in crooked(problem):
+    if operand not in padded and operand in misaligned(problem, tiles.SWIZZLE_BYTES):
       extra += crooked_rows
     costs.append(1.0 + extra * tiles.SWIZZLE_BYTES / row_bytes)
   return costs[0], costs[1]
 
 
 @functools.lru_cache(maxsize=1024)
-def crooked(problem: Problem) -> tuple[str, ...]:
-  """The operands whose rows do not all begin at multiples of 128 bytes."""
-  strides = (
-      ("lhs", problem.k if problem.lhs_layout == "k-major" else problem.m),
-      ("rhs", problem.k if problem.rhs_layout == "k-major" else problem.n),
-  )
+def misaligned(problem: Problem, num_bytes: int) -> tuple[str, ...]:
+  """The operands whose rows do not all begin at multiples of `num_bytes`."""
+  shapes = (("lhs", problem.lhs_shape), ("rhs", problem.rhs_shape))
   return tuple(
-      operand for operand, stride in strides
-      if stride * problem.itemsize % tiles.SWIZZLE_BYTES
+      operand for operand, shape in shapes if shape[-1] * problem.itemsize % num_bytes
   )
 
 
@@ -342,9 +353,10 @@ def estimate_xla(problem: Problem, device: Device) -> tuple[float, str] | None:
   """(estimated time of XLA in us, why it may be faster), or None if it hardly is.
 
   float32 operands: XLA needs no pass over them where TMA takes them. Operands of two
-  bytes with strides that TMA refuses: a fused kernel of XLA's loads them as they are.
-  That is slow where there is much to load; but where there is little, it is over
-  before a pass has been launched. A quarter is added for what is not known of it.
+  bytes and of one k tile: XLA's kernel is over sooner than any of ours can be. With
+  strides that TMA refuses it loads them as they are, which is slow where there is much
+  to load, and else over before a pass has been launched. Something is added for what
+  is not known of it.
   """
   rate = device.matrix_tflops[problem.dtype] * 1e6
   busy, memory = problem.flops / rate, problem.num_bytes / (device.bandwidth_tbps * 1e6)
@@ -352,9 +364,10 @@ def estimate_xla(problem: Problem, device: Device) -> tuple[float, str] | None:
     aligned = problem.k % 4 == 0 and problem.n % 4 == 0 and problem.m % 4 == 0
     time = 4.0 + _soft_max(busy / (0.9 if aligned else 0.3), memory / 0.8)
     return time, "TF32 without a pass over the operands"
-  if not any(shape[-1] * problem.itemsize % 16 for shape in (
-      problem.lhs_shape, problem.rhs_shape
-  )):
+  if problem.k <= tiles.swizzle_elems(problem.dtype):
+    time = 1.0 + 0.004 * problem.k + memory / 0.3
+    return 1.15 * time, "one kernel of a single k tile"
+  if not misaligned(problem, 16):
     return None
   time = 1.3 + max(0.009 * problem.k, busy / 0.12, memory / 0.35)
   return 1.25 * time, "one kernel without a pass over the operands"

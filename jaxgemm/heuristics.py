@@ -12,11 +12,12 @@ from typing import Any
 
 from jaxgemm import cost_model
 from jaxgemm.device import Device
-from pallas_kernels import KERNELS, persistent, tiles
+from pallas_kernels import KERNELS, direct, persistent, tiles
 from pallas_kernels.exchange import MAX_CTAS
 from pallas_kernels.problem import (
   BlockedConfig,
   Config,
+  DirectConfig,
   PersistentConfig,
   PipelinedConfig,
   Problem,
@@ -75,7 +76,9 @@ def _estimated(
 
 # -- Which configs there are -------------------------------------------------------
 
-# (tile_m, tile_n, consumers, wg_dim)
+# tile_m, tile_n, consumers, wg_dim, swap.
+_Shape = tuple[int, int, int, str, bool]
+# The first four of them.
 _PERSISTENT_TILES = (
     (128, 256, 2, "m"), (256, 128, 2, "m"), (192, 256, 2, "n"), (128, 224, 2, "m"),
     (128, 192, 2, "m"), (192, 128, 2, "n"), (128, 160, 2, "m"), (128, 128, 2, "m"),
@@ -92,6 +95,10 @@ _PING_PONG_TILES = (
 # (tile_m, tile_n, stages), for results whose tiles all run at once. CTAs that come and
 # go fall out of step, and no longer ask the L2 for the same rows at the same time.
 _PIPELINED_TILES = ((64, 128, 4), (128, 64, 4), (64, 64, 6), (64, 32, 8))
+_DIRECT_TILES = ((64, 64), (128, 64), (64, 128), (64, 32), (64, 16))
+# (columns, consumers) of tiles where the operands change places.
+_SWAPPED_COLS = ((64, 1), (128, 1), (128, 2), (192, 3), (256, 2))
+_MOST_SWAPPED = 512  # Rows of the result.
 _MAX_STAGES = 16
 _LEAST_TF32 = 16  # XLA multiplies smaller float32 operands without tensor cores.
 _BIG_TILE = 128 * 192  # From here on multicast has been seen to win.
@@ -108,23 +115,54 @@ def _configs(problem: Problem, device: Device) -> Iterator[tuple[str, Config]]:
     at_once = _num_tiles(problem, tile_m, tile_n) <= 2 * device.num_sms
     if at_once and not _wasteful(problem, tile_m, tile_n):
       yield "pipelined", PipelinedConfig(tile_m, tile_n, tile_k, num_stages, promote)
-  like = _alike(problem)
+  if problem.itemsize == 2 and k_steps <= direct.MAX_SLOTS:
+    for tile_m, tile_n in _DIRECT_TILES:
+      soon = _num_tiles(problem, tile_m, tile_n) <= 8 * device.num_sms
+      if soon and not _wasteful(problem, tile_m, tile_n):
+        yield "direct", DirectConfig(tile_m, tile_n, tile_k, promote)
   for shape in (*_PERSISTENT_TILES, *_PING_PONG_TILES):
-    tile_m, tile_n, _, wg_dim = shape
-    if _wasteful(problem, tile_m, tile_n):
-      continue
-    num_tiles = _num_tiles(problem, tile_m, tile_n)
-    # Larger tiles are of no use where most SMs get none.
-    enough = device.num_sms // 4 if tile_m * tile_n > 64 * 64 else 1
-    turns = wg_dim != "tile" or num_tiles > device.num_sms
-    if turns and num_tiles >= enough:
-      yield from _with_loads(problem, "persistent", _staged(like, shape, promote))
-    if wg_dim == "m":  # The others have been seen never to win where k is split.
-      for splits, cluster_k in _splits(device, num_tiles, k_steps):
-        if num_tiles * splits >= enough:
-          fewer = promotion(problem, tiles.cdiv(k_steps, splits))
-          config = _staged(like, shape, fewer, splits, cluster_k)
-          yield from _with_loads(problem, "split_k", config)
+    yield from _specialised(problem, problem, device, (*shape, False))
+  for shape in _swapped_tiles(problem):
+    yield from _specialised(problem, problem.transposed(), device, (*shape, True))
+
+
+def _swapped_tiles(problem: Problem) -> Iterator[tuple[int, int, int, str]]:
+  """Tiles of all rows of a result of few, or of equal parts of them.
+
+  wgmma takes any multiple of 16 of them from a k-major lhs, of 64 from an m-major one.
+  Multiples of 64 it takes from the operands in their places, up to 256.
+  """
+  if problem.m > _MOST_SWAPPED or problem.itemsize != 2:
+    return
+  step = tiles.rhs_step(problem.transposed())
+  parts = range(tiles.cdiv(problem.m, persistent.MAX_TILE_N), 5)
+  for rows in {tiles.round_up(tiles.cdiv(problem.m, each), step) for each in parts}:
+    if rows > 256 or rows % 64 and (rows > 64 or problem.m <= 64):
+      for cols, consumers in _SWAPPED_COLS:
+        yield cols, rows, consumers, "m"
+
+
+def _specialised(
+    problem: Problem, product: Problem, device: Device, shape: _Shape
+) -> Iterator[tuple[str, Config]]:
+  """The warp-specialised configs of a tile of `product`: the problem, or transposed."""
+  tile_m, tile_n, _, wg_dim, _ = shape
+  k_steps = tiles.cdiv(problem.k, tiles.swizzle_elems(problem.dtype))
+  if _wasteful(product, tile_m, tile_n):
+    return
+  like, num_tiles = _alike(problem), _num_tiles(product, tile_m, tile_n)
+  # Larger tiles are of no use where most SMs get none.
+  enough = device.num_sms // 4 if tile_m * tile_n > 64 * 64 else 1
+  turns = wg_dim != "tile" or num_tiles > device.num_sms
+  if turns and num_tiles >= enough:
+    config = _staged(like, shape, promotion(problem, k_steps))
+    yield from _with_loads(problem, "persistent", config)
+  if wg_dim == "m":  # The others have been seen never to win where k is split.
+    for splits, cluster_k in _splits(device, num_tiles, k_steps):
+      if num_tiles * splits >= enough:
+        fewer = promotion(problem, tiles.cdiv(k_steps, splits))
+        config = _staged(like, shape, fewer, splits, cluster_k)
+        yield from _with_loads(problem, "split_k", config)
 
 
 @functools.lru_cache(maxsize=256)
@@ -137,14 +175,13 @@ def _alike(problem: Problem) -> Problem:
 
 @functools.lru_cache(maxsize=4096)
 def _staged(
-    like: Problem, shape: tuple[int, int, int, str], promote: int, splits: int = 1,
-    cluster_k: int = 1,
+    like: Problem, shape: _Shape, promote: int, splits: int = 1, cluster_k: int = 1
 ) -> PersistentConfig:
   """The config with as many stages as shared memory holds; `like`: see `_alike`."""
-  tile_m, tile_n, consumers, wg_dim = shape
+  tile_m, tile_n, consumers, wg_dim, swap = shape
   fields = dict(
       tile_m=tile_m, tile_n=tile_n, tile_k=tiles.swizzle_elems(like.dtype),
-      consumers=consumers, wg_dim=wg_dim, promote=promote,
+      consumers=consumers, wg_dim=wg_dim, promote=promote, swap=swap,
   )
   kernel, config = KERNELS["persistent"], PersistentConfig(**fields, num_stages=0)
   if splits > 1:
@@ -171,11 +208,12 @@ def _multicasts(
     problem: Problem, candidates: Iterable[Candidate]
 ) -> Iterator[tuple[str, Config]]:
   """The same configs with clusters whose CTAs share tiles of an operand."""
-  crooked = bool(cost_model.crooked(problem))  # Takes long to fetch.
+  crooked = bool(cost_model.misaligned(problem, tiles.SWIZZLE_BYTES))  # Slow to fetch.
   for candidate in candidates:
     config = candidate.config
     if not isinstance(config, PersistentConfig) or config.cluster > 1 or not config.pad:
       continue
+    product = persistent.multiplied(problem, config)
     along_m = along_n = ()
     if crooked:
       along_m, along_n = (2, 4), (2, 4)
@@ -184,11 +222,17 @@ def _multicasts(
     if candidate.kernel == "split_k":
       along_m, along_n = (), along_n[1:]
     for size in along_m:
-      if problem.m > size // 2 * config.tile_m:
+      if _shares_out(product.m, config.tile_m, size):
         yield candidate.kernel, dataclasses.replace(config, cluster_m=size)
     for size in along_n:
-      if problem.n > size // 2 * config.tile_n:
+      if _shares_out(product.n, config.tile_n, size):
         yield candidate.kernel, dataclasses.replace(config, cluster_n=size)
+
+
+def _shares_out(size: int, tile: int, cluster: int) -> bool:
+  """Whether few CTAs of the clusters have no tile."""
+  count = tiles.cdiv(size, tile)
+  return count > 1 and tiles.round_up(count, cluster) <= 1.125 * count
 
 
 def _num_tiles(problem: Problem, tile_m: int, tile_n: int) -> int:

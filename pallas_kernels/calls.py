@@ -75,7 +75,7 @@ def run(
 def make_call(
     operands, problem: Problem, config: Config, *, wg_tile: tuple[int, int],
     num_wgs: int, interpret, result: Problem | None = None,
-    stored_cols: int | None = None,
+    stored_cols: int | None = None, by_registers: bool = False,
 ) -> Call:
   """Prepares operands (lhs, rhs[, c]) for a kernel.
 
@@ -85,15 +85,17 @@ def make_call(
     result: describes the array that is stored where that is not the product (the
       partial sums of split-k): its batch, m, n, out_dtype and epilogue count.
     stored_cols: columns that a warpgroup stores, if not all that it multiplies.
+    by_registers: whether registers, not TMA, bring the operands and take the result.
   """
   result = result or problem
   emulated = interpret is not None
   prepared = operand_tiles.prepare(
-      *operands[:2], problem, config, wg_tile, emulated=emulated
+      *operands[:2], problem, config, wg_tile, emulated=emulated,
+      by_registers=by_registers,
   )
   epilogue = epilogues.make_epilogue(
       result, stored_cols or wg_tile[1], num_wgs, emulated=emulated,
-      transposed=getattr(config, "swap", False),
+      transposed=getattr(config, "swap", False), by_registers=by_registers,
   )
   inputs = [prepared.lhs, prepared.rhs]
   if epilogue.c is not None:
@@ -103,9 +105,11 @@ def make_call(
 
 @functools.lru_cache(maxsize=1024)  # A plan asks for the same few again and again.
 def epilogue_bytes(
-    problem: Problem, wg_tile_n: int, num_wgs: int, transposed: bool = False
+    problem: Problem, wg_tile_n: int, num_wgs: int, transposed: bool = False,
+    by_registers: bool = False,
 ) -> int:
   """Shared memory of the epilogue of such a kernel on the chip."""
   return epilogues.make_epilogue(
-      problem, wg_tile_n, num_wgs, emulated=False, transposed=transposed
+      problem, wg_tile_n, num_wgs, emulated=False, transposed=transposed,
+      by_registers=by_registers,
   ).smem_bytes

@@ -7,8 +7,8 @@ one of three ways (`Staging.way`):
   flat    a TMA copy from an untiled view of the slot: any m and n whose row
           stride is a multiple of 16 bytes (TMA clips what lies outside);
   masked  ordinary coalesced stores, each guarded by its row and column: any
-          stride. TMA cannot write such a result, and padding it would cost a
-          second pass over it;
+          stride (see `register_stores`). TMA cannot write such a result, and
+          padding it would cost a second pass over it;
   tiled   a TMA copy that undoes the tiling of the slot. Only in the emulator,
           which can do nothing else: Mosaic drops dimensions of size one from a
           copy, and then a piece beyond the last column of a narrow result
@@ -28,18 +28,14 @@ from typing import Any
 import jax
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, memref, scf
 
-from pallas_kernels import tiles
+from pallas_kernels import register_stores, tiles
 from pallas_kernels.problem import Problem
 
 PIECE_ROWS = 64
 NUM_SLOTS = 2
-WG_THREADS = 128
 Ref = Any
 
 
@@ -151,7 +147,7 @@ class Epilogue:
 
   def _store_piece(self, piece, out_gmem, slots, *, wg, index, row, col):
     if self.out.way == "masked":
-      _store_masked(piece, slots.at[wg], out_gmem, row, col)
+      register_stores.store(piece, slots.at[wg], out_gmem, row, col)
       return
     tma, registers = self.out.views(slots)
     slot = index % NUM_SLOTS
@@ -188,12 +184,12 @@ class Epilogue:
 
 def make_epilogue(
     problem: Problem, wg_tile_n: int, num_wgs: int, *, emulated: bool,
-    transposed: bool = False,
+    transposed: bool = False, by_registers: bool = False,
 ) -> Epilogue:
   """Chooses the way of the store from the row stride of the result.
 
-  The emulator has neither alignment rules nor the masked store's instructions:
-  it always takes the tiled way.
+  `by_registers` asks for the masked way whatever the stride. The emulator has neither
+  alignment rules nor the masked store's instructions: it always takes the tiled way.
   """
   copied = "tiled" if emulated else "flat"
   if transposed:
@@ -201,9 +197,9 @@ def make_epilogue(
     rows = max(r for r in range(8, PIECE_ROWS + 1, 8) if wg_tile_n % r == 0)
     out = Staging(copied, problem.out_dtype, cols, num_wgs, rows)
     return Epilogue(problem, out, None, transposed=True)
-  masked = problem.n % tiles.tma_stride_elems(problem.out_dtype) and not emulated
+  masked = by_registers or problem.n % tiles.tma_stride_elems(problem.out_dtype)
   out = Staging(
-      "masked" if masked else copied, problem.out_dtype,
+      "masked" if masked and not emulated else copied, problem.out_dtype,
       piece_cols(wg_tile_n, problem.out_itemsize), num_wgs,
   )
   c_dtype = problem.epilogue.c_dtype
@@ -222,51 +218,3 @@ def prepare_c(c: jax.Array, problem: Problem) -> jax.Array:
   if problem.n % tiles.tma_stride_elems(c.dtype) == 0:
     return c
   return lax.pad(c, jnp.zeros((), c.dtype), ((0, 0, 0), (0, 0, 0), (0, pad, 0)))
-
-
-def _store_masked(piece, slot: Ref, out_gmem: Ref, row, col) -> None:
-  """Stores a piece [PIECE_ROWS, cols] at (row, col) of an array of any stride.
-
-  Registers -> shared memory -> GMEM: a wgmma fragment scatters pairs of
-  elements over eight rows, while the way through shared memory lets each warp
-  write 32 neighbours of one row.
-  """
-  rows, cols = piece.shape
-  scalar = plgpu.Layout.WG_SPLAT(())
-
-  @plgpu.inline_mgpu(
-      arg_types=(
-          plgpu.Layout.WGMMA, plgpu.RefType(), plgpu.RefType(), scalar, scalar,
-      )
-  )
-  def store(_, piece, slot, out, row, col):
-    index = ir.IndexType.get()
-    const = lambda value: arith.constant(index, value)
-    as_index = lambda value: arith.index_cast(index, value.registers.item())
-    row, col = as_index(row), as_index(col)
-    num_rows, num_cols = ir.MemRefType(out.type).shape
-    mgpu.utils.warpgroup_barrier()  # The last piece has been read.
-    piece.store_untiled(
-        mgpu.utils.memref_slice(slot, (slice(None), slice(0, cols))), optimized=False
-    )
-    mgpu.utils.warpgroup_barrier()
-    i32 = ir.IntegerType.get_signless(32)
-    lane = arith.remui(mgpu.utils.thread_idx(), arith.constant(i32, WG_THREADS))
-    lane = arith.index_cast(index, lane)
-    first_row, lane_col = arith.divui(lane, const(cols)), arith.remui(lane, const(cols))
-    out_col = arith.addi(col, lane_col)
-    in_cols = arith.cmpi(arith.CmpIPredicate.ult, out_col, const(num_cols))
-    slot_rows = [
-        arith.addi(first_row, const(i)) for i in range(0, rows, WG_THREADS // cols)
-    ]
-    # All loads first: each guarded store would else wait for a load of its own.
-    values = [memref.load(slot, [slot_row, lane_col]) for slot_row in slot_rows]
-    for slot_row, value in zip(slot_rows, values, strict=True):
-      out_row = arith.addi(row, slot_row)
-      in_rows = arith.cmpi(arith.CmpIPredicate.ult, out_row, const(num_rows))
-      inside = scf.IfOp(arith.andi(in_rows, in_cols))
-      with ir.InsertionPoint(inside.then_block):
-        memref.store(value, out, [out_row, out_col])
-        scf.yield_([])
-
-  store(piece, slot, out_gmem, row, col)

@@ -31,9 +31,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import tiles
+from pallas_kernels import register_loads, tiles
 from pallas_kernels.problem import Problem
-from pallas_kernels.register_loads import RegisterLoads
 
 # Rows of the one operand from which a pass over the other pays (reckoned, not measured).
 PAD_FROM = 4096
@@ -107,7 +106,7 @@ class Operand:
     """
     slots, batch = self._views(slots)[0], batch if self.batched else 0
     if self.way == "loads":
-      self._load_through_registers(gmem, slots.at[slot], batch, mn, k)
+      register_loads.load(self.by_registers(gmem, slots, slot, batch=batch, mn=mn, k=k))
       plgpu.commit_smem()
       plgpu.barrier_arrive(barrier)
       return
@@ -134,11 +133,14 @@ class Operand:
         box = slots.at[slot, pl.ds(first, rows)]
         copy(box, (mn + first, rows), (k, self.tile_k))
 
-  def _load_through_registers(self, gmem: Ref, slot: Ref, batch, mn, k) -> None:
+  def by_registers(self, gmem: Ref, slots: Ref, slot, *, batch, mn, k) -> tuple:
+    """What `register_loads.load` wants to know of the tile at element (mn, k)."""
     rows, cols = (self.mn, self.k) if self.k_major else (self.k, self.mn)
-    row, col = (mn, k) if self.k_major else (k, mn)
-    loads = RegisterLoads(rows, cols, *self._tile_as_stored(), tiles.swizzled(self.dtype))
-    loads.load(gmem, slot, batch=batch, row=row, col=col)
+    at = (mn, k) if self.k_major else (k, mn)
+    loads = register_loads.RegisterLoads(
+        rows, cols, *self._tile_as_stored(), tiles.swizzled(self.dtype)
+    )
+    return loads, gmem, slots.at[slot], batch if self.batched else 0, *at
 
   def _tile_as_stored(self) -> tuple[int, int]:
     tile = self.tile_mn, self.tile_k
@@ -250,7 +252,7 @@ class Prepared:
 
 def prepare(
     lhs: jax.Array, rhs: jax.Array, problem: Problem, config, wg_tile: tuple[int, int],
-    *, emulated: bool,
+    *, emulated: bool, by_registers: bool = False,
 ) -> Prepared:
   """Brings two operands into a form that TMA and wgmma read.
 
@@ -266,6 +268,7 @@ def prepare(
     config: has `tile_m`, `tile_n` and `tile_k`.
     wg_tile: rows and columns of the result that one warpgroup multiplies.
     emulated: whether the kernel runs in the emulator.
+    by_registers: whether all operands come through registers, on the chip.
   """
   if problem.dtype == "float32":
     lhs, rhs = _round_to_tf32(lhs), _round_to_tf32(rhs)
@@ -285,7 +288,9 @@ def prepare(
   for is_lhs, its_way, (x, k_major, tile_mn, mn, batched) in (
       (True, lhs_way, lhs_facts), (False, rhs_way, rhs_facts)
   ):
-    if needs_padding(*x.shape[1:], dtype, its_way):
+    if by_registers and not emulated:
+      its_way = "loads"
+    elif needs_padding(*x.shape[1:], dtype, its_way):
       if takes_loads(problem, config) and not emulated:
         its_way = "loads"
       else:

@@ -94,7 +94,7 @@ def check_config(problem: Problem, config: PersistentConfig) -> str | None:
   product = multiplied(problem, config)
   return (
       _check_loads(problem, config)
-      or _check_swap(problem, config)
+      or check_swap(problem, config)
       or tiles.check_tile(
           product, config.tile_m, config.tile_n, config.tile_k, most_n=MAX_TILE_N
       )
@@ -128,7 +128,7 @@ def _check_loads(problem: Problem, config: PersistentConfig) -> str | None:
   return None
 
 
-def _check_swap(problem: Problem, config: PersistentConfig) -> str | None:
+def check_swap(problem: Problem, config: PersistentConfig) -> str | None:
   """Why the result cannot be stored transposed, or None."""
   if not config.swap:
     return None

@@ -186,6 +186,19 @@ class PipelinedConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class DirectConfig:
+  """Tile of one CTA, whose k tiles have a shared-memory slot each.
+
+  `promote`: see PersistentConfig.
+  """
+
+  tile_m: int = 64
+  tile_n: int = 64
+  tile_k: int = 64
+  promote: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
 class PersistentConfig:
   """The numbers of the warp-specialised kernels.
 
@@ -271,5 +284,6 @@ class TritonConfig:
 
 
 Config = (
-    BlockedConfig | PipelinedConfig | PersistentConfig | SplitKConfig | TritonConfig
+    BlockedConfig | DirectConfig | PipelinedConfig | PersistentConfig | SplitKConfig
+    | TritonConfig
 )

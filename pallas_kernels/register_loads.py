@@ -48,33 +48,10 @@ class RegisterLoads:
   tile_cols: int
   transforms: tuple[Any, ...]
 
-  def load(self, gmem: Ref, slot: Ref, *, batch, row, col) -> None:
-    """Fills `slot` with the tile at (row, col) of the product `batch`."""
-
-    @plgpu.inline_mgpu(
-        arg_types=(
-            plgpu.RefType(), plgpu.RefType(self.transforms), _SCALAR, _SCALAR, _SCALAR,
-        )
-    )
-    def load(_, gmem, slot, batch, row, col):
-      batch, row, col = (x.registers.item() for x in (batch, row, col))
-      source = _i64_address(mgpu.utils.memref_ptr(gmem))
-      target = mgpu.utils.memref_ptr(slot)
-      thread = arith.remui(mgpu.utils.thread_idx(), _i32(WG_THREADS))
-      first_row = arith.addi(
-          arith.muli(_i64(batch), _const64(self.rows)), _i64(row)
-      )
-      chunks = self.tile_rows * self.tile_cols // CHUNK
-      for first in range(0, chunks, ROUND * WG_THREADS):
-        places = range(first, min(first + ROUND * WG_THREADS, chunks), WG_THREADS)
-        loaded = [
-            self._start(source, first_row, row, col, arith.addi(thread, _i32(place)))
-            for place in places
-        ]
-        for chunk in loaded:
-          self._finish(chunk, target)
-
-    load(gmem, slot, jnp.int32(batch), jnp.int32(row), jnp.int32(col))
+  @property
+  def aligned(self) -> bool:
+    """Whether chunks lie in aligned pieces, and the array has all of each or none."""
+    return self.cols % CHUNK == 0
 
   def _start(self, source, first_row, row, col, place):
     """Starts the loads of one chunk of the tile."""
@@ -98,26 +75,16 @@ class RegisterLoads:
     some = arith.cmpi(arith.CmpIPredicate.sgt, valid, _i32(0))
     end = arith.addi(shift, arith.muli(valid, _i32(2)))
     more = arith.cmpi(arith.CmpIPredicate.sgt, end, _i32(16))
-    words = _load_16_bytes(aligned, some) + _load_16_bytes(
-        arith.addi(aligned, _const64(16)), more
-    )
+    words = _load_16_bytes(aligned, some)
+    if not self.aligned:
+      words += _load_16_bytes(arith.addi(aligned, _const64(16)), more)
     return words, shift, valid, tile_row, chunk
 
   def _finish(self, started, target) -> None:
     """Shifts what was loaded together and stores it."""
     words, shift, valid, tile_row, chunk = started
-    # By two words, by one, by half of one: as the bits of `shift` say.
-    for bit, step in ((8, 2), (4, 1)):
-      apart = _is_set(shift, bit)
-      words = [
-          arith.select(apart, words[i + step], words[i]) for i in range(len(words) - step)
-      ]
-    bits = arith.shli(arith.andi(shift, _i32(2)), _i32(3))
-    words = [_funnel_shift(words[i], words[i + 1], bits) for i in range(CHUNK // 2)]
-    for i in range(CHUNK // 2):
-      left, half = arith.subi(valid, _i32(2 * i)), arith.andi(words[i], _i32(0xFFFF))
-      word = arith.select(_at_least(left, 2), words[i], half)
-      words[i] = arith.select(_at_least(left, 1), word, _i32(0))
+    if not self.aligned:
+      words = _shifted(words, shift, valid)
     # Blocks of 8 rows x 128 bytes, in which row r has its 16-byte units XORed with r.
     per_block = 64 // CHUNK
     in_block = arith.remui(tile_row, _i32(8))
@@ -139,6 +106,64 @@ class RegisterLoads:
         "st.shared.v4.b32 [$0], {$1, $2, $3, $4};", address, *words,
         has_side_effects=True,
     )
+
+
+def load(
+    *tiles: tuple[RegisterLoads, Ref, Ref, Any, Any, Any], at_once: int = ROUND
+) -> None:
+  """Fills slots with tiles; a thread has the loads of `at_once` chunks under way.
+
+  Each tile is (its loads, gmem, slot, batch, row, col): `slot` gets the tile at
+  (row, col) of the product `batch`; col is a multiple of CHUNK.
+  """
+  all_loads = [tile[0] for tile in tiles]
+  refs = [ref for tile in tiles for ref in tile[1:3]]
+  places = [jnp.int32(at) for tile in tiles for at in tile[3:]]
+  types = [
+      ref for one in all_loads for ref in (plgpu.RefType(), plgpu.RefType(one.transforms))
+  ]
+
+  @plgpu.inline_mgpu(arg_types=(*types, *[_SCALAR] * len(places)))
+  def run(_, *args):
+    refs, places = args[:len(types)], [x.registers.item() for x in args[len(types):]]
+    thread = arith.remui(mgpu.utils.thread_idx(), _i32(WG_THREADS))
+    chunks = []
+    for i, loads in enumerate(all_loads):
+      source = _i64_address(mgpu.utils.memref_ptr(refs[2 * i]))
+      target = mgpu.utils.memref_ptr(refs[2 * i + 1])
+      batch, row, col = places[3 * i : 3 * i + 3]
+      first_row = arith.addi(arith.muli(_i64(batch), _const64(loads.rows)), _i64(row))
+      for place in range(0, loads.tile_rows * loads.tile_cols // CHUNK, WG_THREADS):
+        chunks.append((loads, source, first_row, row, col, place, target))
+    for first in range(0, len(chunks), at_once):
+      started = [
+          (loads, target, loads._start(
+              source, first_row, row, col, arith.addi(thread, _i32(place))
+          ))
+          for loads, source, first_row, row, col, place, target
+          in chunks[first : first + at_once]
+      ]
+      for loads, target, chunk in started:
+        loads._finish(chunk, target)
+
+  run(*refs, *places)
+
+
+def _shifted(words: list[ir.Value], shift, valid) -> list[ir.Value]:
+  """The `valid` elements from byte `shift` of eight words on, then zeros: four words."""
+  # By two words, by one, by half of one: as the bits of `shift` say.
+  for bit, step in ((8, 2), (4, 1)):
+    apart = _is_set(shift, bit)
+    words = [
+        arith.select(apart, words[i + step], words[i]) for i in range(len(words) - step)
+    ]
+  bits = arith.shli(arith.andi(shift, _i32(2)), _i32(3))
+  words = [_funnel_shift(words[i], words[i + 1], bits) for i in range(CHUNK // 2)]
+  for i in range(CHUNK // 2):
+    left, half = arith.subi(valid, _i32(2 * i)), arith.andi(words[i], _i32(0xFFFF))
+    word = arith.select(_at_least(left, 2), words[i], half)
+    words[i] = arith.select(_at_least(left, 1), word, _i32(0))
+  return words
 
 
 def _load_16_bytes(address, predicate) -> list[ir.Value]:

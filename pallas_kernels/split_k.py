@@ -10,7 +10,7 @@ each in a fixed order, whoever finished first: every run gives the same bits.
   1. The CTAs of a cluster of `cluster_k` add theirs through distributed shared
      memory (see `exchange`).
   2. Where that leaves several sums, they are stored in float32, and a second
-     kernel adds them.
+     kernel adds them (and transposes them, if they are of the transposed product).
 
 Barriers: see `ring` and `exchange`. The second kernel has none: the sums go from
 GMEM (they are in the L2) straight to registers.
@@ -57,7 +57,8 @@ def supports(problem: Problem, config: SplitKConfig) -> str | None:
     return "wg_dim=tile: a CTA of split_k rarely has a second tile to multiply"
   return (
       tiles.check_problem(problem)
-      or persistent.check_config(stored_problem(problem, config), config)
+      or persistent.check_swap(problem, config)
+      or persistent.check_config(*_first_kernel(problem, config))
       or tiles.check_smem(smem_bytes(problem, config))
   )
 
@@ -66,7 +67,7 @@ def smem_bytes(problem: Problem, config: SplitKConfig) -> int:
   """Shared memory of one CTA of the first kernel, the larger one."""
   exchange = make_exchange(config, emulated=False)
   return (
-      persistent.smem_bytes(stored_problem(problem, config), config)
+      persistent.smem_bytes(*_first_kernel(problem, config))
       + (exchange.smem_bytes if exchange else 0)
   )
 
@@ -80,22 +81,27 @@ def make_exchange(config: SplitKConfig, *, emulated: bool) -> Exchange | None:
   )
 
 
-def stored_problem(problem: Problem, config: SplitKConfig) -> Problem:
-  """The problem whose results the first kernel stores.
+def _first_kernel(
+    problem: Problem, config: SplitKConfig
+) -> tuple[Problem, SplitKConfig]:
+  """The problem whose results the first kernel stores, and its config.
 
-  Partial sums are padded to whole pieces of the second kernel.
+  Partial sums are padded to whole pieces of the second kernel. Those of a transposed
+  product stay so: the second kernel transposes them.
   """
   sums = config.splits // config.cluster_k
   if sums == 1:
-    return problem
-  return dataclasses.replace(
-      problem,
-      m=tiles.round_up(problem.m, epilogues.PIECE_ROWS),
-      n=tiles.round_up(problem.n, tiles.swizzle_elems(jnp.float32)),
+    return problem, config
+  product = persistent.multiplied(problem, config)
+  stored = dataclasses.replace(
+      product,
+      m=tiles.round_up(product.m, epilogues.PIECE_ROWS),
+      n=tiles.round_up(product.n, tiles.swizzle_elems(jnp.float32)),
       batch=problem.batch * sums,
       out_dtype="float32",
       epilogue=Epilogue(),
   )
+  return stored, dataclasses.replace(config, swap=False)
 
 
 def launch(
@@ -112,10 +118,11 @@ def _multiply(operands, problem, config, num_sms, interpret) -> jax.Array:
   """Kernel 1: the result, or the sums of the clusters [batch * sums, m, n]."""
   exchange = make_exchange(config, emulated=interpret is not None)
   product = persistent.multiplied(problem, config)
+  stored, storing = _first_kernel(problem, config)
   call = calls.make_call(
-      persistent.swapped(operands, config), product, config,
+      persistent.swapped(operands, config), product, storing,
       wg_tile=persistent.wg_tile(config), num_wgs=config.consumers, interpret=interpret,
-      result=stored_problem(problem, config),
+      result=stored,
       stored_cols=exchange.share_cols if exchange else None,
   )
   k_steps = tiles.cdiv(tiles.cdiv(problem.k, config.tile_k), config.splits)
@@ -136,14 +143,20 @@ def _multiply(operands, problem, config, num_sms, interpret) -> jax.Array:
 
 
 def _reduce(partials, c, problem, config, num_sms, interpret) -> jax.Array:
-  """Kernel 2: adds the sums in order, then the epilogue."""
-  batch_splits, rows, cols = partials.shape
+  """Kernel 2: adds the sums in order, then the epilogue.
+
+  Rows and columns are those of what was multiplied.
+  """
+  _, rows, cols = partials.shape
+  product = persistent.multiplied(problem, config)
   piece_cols = _piece_cols(problem.batch * (rows // epilogues.PIECE_ROWS), cols, num_sms)
-  pieces_n = tiles.cdiv(problem.n, piece_cols)
+  pieces_n = tiles.cdiv(product.n, piece_cols)
   pieces = (rows // epilogues.PIECE_ROWS) * pieces_n
   splits = config.splits // config.cluster_k
   emulated = interpret is not None
-  epilogue = epilogues.make_epilogue(problem, piece_cols, 1, emulated=emulated)
+  epilogue = epilogues.make_epilogue(
+      problem, piece_cols, 1, emulated=emulated, transposed=config.swap
+  )
 
   def _kernel(partial_gmem, c_gmem, out_gmem, refs):
     index = lax.axis_index("cta")

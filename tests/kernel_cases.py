@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgemm import reference
-from pallas_kernels import KERNELS, compat
+from pallas_kernels import KERNELS, MOSAIC_KERNELS, compat
 from pallas_kernels.problem import (
   ALGORITHM_OF_DTYPE,
   BlockedConfig,
+  DirectConfig,
   PersistentConfig,
   PipelinedConfig,
   Problem,
@@ -25,6 +26,13 @@ LAYOUTS = {
     "TN": dict(lhs_layout="m-major", rhs_layout="n-major"),
     "TT": dict(lhs_layout="m-major", rhs_layout="k-major"),
 }
+
+KERNELS_AND_DTYPES = [
+    (kernel, dtype)
+    for kernel in MOSAIC_KERNELS
+    for dtype in ("bfloat16", "float16", "float32")
+    if (kernel, dtype) != ("direct", "float32")  # It has no loads of 32 bits.
+]
 
 
 def make_problem(m, n, k, layouts="NN", dtype="bfloat16", **fields) -> Problem:
@@ -40,6 +48,7 @@ def small_config(kernel: str, dtype="bfloat16", **fields):
   tile_k = 32 if dtype == "float32" else 64
   config = {
       "blocked": BlockedConfig(128, 128, tile_k),
+      "direct": DirectConfig(64, 64, tile_k),
       "pipelined": PipelinedConfig(128, 128, tile_k, num_stages=3),
       "persistent": PersistentConfig(128, 128, tile_k, num_stages=3),
       "split_k": SplitKConfig(128, 128, tile_k, num_stages=3, splits=2),

@@ -41,9 +41,8 @@ def check(kernel: str, problem, config, seed=0) -> None:
 @pytest.mark.parametrize(
     "size", [(256, 256, 256), (1000, 1000, 1000), (1001, 515, 333)], ids=str
 )
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("layouts", LAYOUTS)
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("kernel", "dtype"), kernel_cases.KERNELS_AND_DTYPES)
 def test_layouts_and_dtypes(kernel, layouts, dtype, size):
   check(kernel, make_problem(*size, layouts, dtype), small_config(kernel, dtype))
 
@@ -133,6 +132,19 @@ def test_few_k_tiles(kernel, k):
   fields = dict(splits=2) if kernel == "split_k" else {}
   if k > 64 or kernel != "split_k":
     check(kernel, make_problem(72, 136, k), small_config(kernel, **fields))
+
+
+@pytest.mark.parametrize("layouts", LAYOUTS)
+@pytest.mark.parametrize("tile", [(64, 64), (128, 64), (64, 128), (64, 32), (64, 16)],
+                         ids=str)
+def test_direct(tile, layouts):
+  """Rows of every alignment, of operands and of the result."""
+  config = small_config("direct", tile_m=tile[0], tile_n=tile[1])
+  for size in ((24, 208, 16), (265, 955, 21), (13, 50, 135), (300, 116, 240), (7, 9, 3),
+               (130, 72, 1100)):
+    problem = make_problem(*size, layouts, batch=2, lhs_batched=False)
+    if KERNELS["direct"].supports(problem, config) is None:
+      check("direct", problem, config)
 
 
 @pytest.mark.parametrize("layouts", LAYOUTS)

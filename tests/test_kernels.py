@@ -18,9 +18,8 @@ RAGGED = (133, 203, 141)  # Odd, and no multiple of any tile.
 
 
 @pytest.mark.parametrize("size", [FULL, RAGGED], ids=["full", "ragged"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("layouts", LAYOUTS)
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("kernel", "dtype"), kernel_cases.KERNELS_AND_DTYPES)
 def test_layouts_and_dtypes(kernel, layouts, dtype, size):
   check(kernel, make_problem(*size, layouts, dtype), small_config(kernel, dtype))
 
@@ -102,12 +101,20 @@ def test_swapped_operands(fields, m, n, layouts):
 
 
 def test_swapped_operands_of_split_k_and_of_batches():
-  fields = dict(tile_m=64, tile_n=48, consumers=1, splits=2, cluster_k=2, swap=True)
-  config = small_config("split_k", **fields)
-  check("split_k", make_problem(40, 136, 300), config)
+  fields = dict(tile_m=64, tile_n=48, consumers=1, cluster_k=2, swap=True)
+  for sums in (1, 2):
+    config = small_config("split_k", **fields, splits=2 * sums)
+    check("split_k", make_problem(40, 136, 300), config)
   for shared in ({}, {"lhs_batched": False}, {"rhs_batched": False}):
     problem = make_problem(40, 136, 100, batch=2, dtype="float16", **shared)
     check("persistent", problem, small_config("persistent", tile_n=48, swap=True))
+
+
+@pytest.mark.parametrize("k", [64 * 8, 64 * 17])
+@pytest.mark.parametrize("promote", [0, 3])
+def test_direct_of_more_k_than_it_holds(k, promote):
+  problem = make_problem(70, 72, k, "TN", out_dtype="float32" if promote else "bfloat16")
+  check("direct", problem, small_config("direct", promote=promote))
 
 
 @pytest.mark.parametrize("kernel", ["blocked", "pipelined", "split_k"])
@@ -232,7 +239,6 @@ def test_tile_order_visits_every_tile_once(shape, width, minor):
         ("persistent", dict(grid_width=0), "grid_width=0"),
         ("split_k", dict(splits=1), "splits=1"),
         ("split_k", dict(splits=5), "k=256"),
-        ("split_k", dict(splits=2, swap=True), "16-bit results"),
         ("split_k", dict(splits=3, cluster_k=2), "cluster_k=2"),
         ("split_k", dict(splits=4, cluster_k=2, cluster_m=2), "excludes cluster_m"),
         ("split_k", dict(wg_dim="tile"), "wg_dim=tile"),
@@ -247,6 +253,17 @@ def test_supports_names_the_constraint(kernel, fields, named):
   problem = make_problem(512, 512, 256)
   reason = KERNELS[kernel].supports(problem, small_config(kernel, **fields))
   assert reason is not None and named in reason
+
+
+@pytest.mark.parametrize("kernel", ["persistent", "split_k"])
+def test_swap_names_its_constraints(kernel):
+  config = small_config(kernel, swap=True)
+  for fields, named in (
+      (dict(out_dtype="float32"), "16-bit results"),
+      (dict(n=132), "rows of n=132"),
+  ):
+    problem = make_problem(**dict(dict(m=128, n=128, k=256), **fields))
+    assert named in KERNELS[kernel].supports(problem, config)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -173,25 +173,28 @@ def test_the_tables_that_we_ship_are_valid():
 
 
 def test_multicast_is_weighed_where_rows_are_slow_to_fetch():
-  clusters = lambda k: {
+  clusters = lambda m, n, k: {
       (c.config.cluster_m, c.config.cluster_n)
-      for c in heuristics.candidates(Problem(1248, 1664, k), H200)
+      for c in heuristics.candidates(Problem(m, n, k), H200)
       if c.kernel == "persistent"
   }
-  assert {(1, 1), (4, 1), (1, 4)} <= clusters(4104)
-  assert clusters(4096) <= {(1, 1), (2, 1)}
+  assert {(1, 1), (4, 1), (1, 4)} <= clusters(2048, 2048, 4104)
+  assert clusters(2048, 2048, 4096) <= {(1, 1), (2, 1)}
+  # Not where three clusters in four would have CTAs without a tile.
+  assert (4, 1) not in clusters(384, 4000, 3352)
 
 
 @pytest.mark.parametrize(
     ("m", "n", "k", "weighed", "chosen"),
     [
-        (120, 357, 19, True, True),  # A pass alone takes as long as XLA's kernel.
+        (120, 357, 19, True, True),  # Over before any kernel of ours can be.
+        (120, 360, 64, True, False),
         (2047, 2049, 511, True, False),
         (333, 777, 22223, True, False),
-        (120, 360, 24, False, False),  # TMA takes the operands as they are.
+        (120, 360, 72, False, False),  # TMA takes the operands as they are.
     ],
 )
-def test_xla_is_weighed_where_tma_refuses_the_operands(m, n, k, weighed, chosen):
+def test_xla_is_weighed_where_it_may_be_faster(m, n, k, weighed, chosen):
   listed = heuristics.candidates(Problem(m, n, k), H200)
   assert any(c.kernel == "xla" for c in listed) == weighed
   assert (listed[0].kernel == "xla") == chosen

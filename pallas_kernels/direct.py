@@ -1,0 +1,137 @@
+"""direct: operands and result through registers, for products that are soon over.
+
+  out[b] = alpha * lhs[b] @ rhs[b] + beta * c[b]
+
+One warpgroup computes one output tile. It asks for the whole k of both operands at
+once, stores what comes into shared memory, multiplies, and stores the result itself:
+
+  load k tiles 0 .. K-1 | store them into shared memory | wgmma 0 .. K-1 | store
+
+(A longer k comes in groups of MAX_SLOTS k tiles, one after the other.)
+
+Where there are only a few k tiles, a pipeline has nothing to overlap, and what remains
+is latency: of launching, of fetching TMA's descriptors, of one way from memory and one
+back. Registers need no descriptor, and take any stride: no pass pads an operand.
+
+There are no barriers but the warpgroup's own. The emulator, which knows no such loads,
+copies the tiles as the other kernels do:
+
+  barrier  arrives                        waits
+  full     the copies of lhs and rhs      the warpgroup, before wgmma
+
+Constraints: see `supports`.
+Source: the loads are those of `register_loads`; measured against `pipelined`.
+"""
+
+from __future__ import annotations
+
+import jax
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from pallas_kernels import accumulate, calls, operand_tiles, register_loads, tiles
+from pallas_kernels.problem import DirectConfig, Problem
+
+NAME = "direct"
+Config = DirectConfig
+MAX_SLOTS = 8  # k tiles that it holds; with more to multiply a pipeline is faster.
+LOADS_AT_ONCE = 16  # Of 16 or 32 bytes a thread.
+
+
+def supports(problem: Problem, config: DirectConfig) -> str | None:
+  """The reason why this kernel cannot serve, or None."""
+  if problem.itemsize != 2:
+    return f"direct loads 16-bit operands, not {problem.dtype}"
+  return (
+      tiles.check_problem(problem)
+      or tiles.check_tile(problem, config.tile_m, config.tile_n, config.tile_k)
+      or accumulate.check(config.tile_m, config.tile_n, config.promote)
+      or tiles.check_smem(smem_bytes(problem, config))
+  )
+
+
+def smem_bytes(problem: Problem, config: DirectConfig) -> int:
+  """Shared memory of one CTA: a slot for each k tile of a group, the staging slot."""
+  slot = tiles.slot_bytes(problem, config.tile_m, config.tile_n, config.tile_k)
+  staging = calls.epilogue_bytes(problem, config.tile_n, 1, by_registers=True)
+  return num_slots(problem, config) * slot + staging
+
+
+def num_slots(problem: Problem, config: DirectConfig) -> int:
+  """k tiles that are loaded at once."""
+  return min(tiles.cdiv(problem.k, config.tile_k), MAX_SLOTS)
+
+
+def launch(
+    operands, problem: Problem, config: DirectConfig, *, num_sms: int, interpret=None
+) -> jax.Array:
+  """Returns the result [batch, m, n]; operands as `problem` stores them."""
+  del num_sms  # One CTA a tile, however many SMs there are.
+  emulated = interpret is not None
+  call = calls.make_call(
+      operands, problem, config, wg_tile=(config.tile_m, config.tile_n), num_wgs=1,
+      interpret=interpret, by_registers=True,
+  )
+  lhs, rhs = call.prepared.lhs_operand, call.prepared.rhs_operand
+  grid = tiles.TileGrid.of(problem, config.tile_m, config.tile_n)
+  k_steps, held = tiles.cdiv(problem.k, config.tile_k), num_slots(problem, config)
+
+  def _kernel(lhs_gmem, rhs_gmem, c_gmem, out_gmem, refs):
+    batch, m, n = grid.locate(lax.axis_index("cta"))
+    slots = refs["lhs_slots"], refs["rhs_slots"]
+
+    def _load(first, count):
+      """Brings k tiles first .. first + count - 1 into the first slots."""
+      steps = [(i, (first + i) * config.tile_k) for i in range(count)]
+      if emulated:
+        for i, k in steps:
+          full = refs["full"].at[i]
+          lhs.load(lhs_gmem, slots[0], i, full, batch=batch, mn=m, k=k)
+          rhs.load(rhs_gmem, slots[1], i, full, batch=batch, mn=n, k=k)
+          plgpu.barrier_wait(full)
+        return
+      found = []
+      for i, k in steps:
+        found.append(lhs.by_registers(lhs_gmem, slots[0], i, batch=batch, mn=m, k=k))
+        found.append(rhs.by_registers(rhs_gmem, slots[1], i, batch=batch, mn=n, k=k))
+      register_loads.load(*found, at_once=LOADS_AT_ONCE)
+      plgpu.commit_smem()
+
+    def _multiply_slots(acc, first, count):
+      def step(i, _):
+        operand_tiles.multiply(acc, call.prepared, slots, first + i)
+
+      lax.fori_loop(jnp.int32(0), jnp.int32(count), step, None)
+      plgpu.wgmma_wait(0)  # The next group overwrites what this one reads.
+
+    def _multiply(acc, first, count):
+      if k_steps == held:
+        return _multiply_slots(acc, first, count)
+      groups, rest = divmod(count, held)
+
+      def group(i, _, count=held):
+        _load(first + i * held, count)
+        _multiply_slots(acc, jnp.int32(0), count)
+
+      lax.fori_loop(jnp.int32(0), jnp.int32(groups), group, None)
+      if rest:
+        group(jnp.int32(groups), None, rest)
+
+    if k_steps == held:
+      _load(jnp.int32(0), k_steps)
+    acc = accumulate.sum_over_k(
+        _multiply, shape=(config.tile_m, config.tile_n), k_steps=k_steps,
+        promote=config.promote,
+    )
+    call.epilogue.store(
+        acc, out_gmem, c_gmem, refs, wg=0, batch=batch, row=m, col=n
+    )
+    call.epilogue.finish()
+
+  scratch = dict(lhs_slots=lhs.slots(held), rhs_slots=rhs.slots(held))
+  if emulated:
+    scratch["full"] = plgpu.Barrier(
+        num_arrivals=call.prepared.num_copies, num_barriers=held
+    )
+  return call(_kernel, name=NAME, scratch=scratch, grid=grid.num_tiles, num_wgs=1)

@@ -1,0 +1,135 @@
+"""Pieces of a result that TMA cannot store, stored through registers.
+
+TMA wants rows that begin a multiple of 16 bytes apart. Here the threads of a
+warpgroup write the piece instead, each as many bytes at once as every row is aligned
+to, and only what lies inside the result:
+
+  registers -> shared memory -> registers -> GMEM
+
+A wgmma fragment scatters pairs of elements over eight rows; the way through shared
+memory gives the neighbours of a row to neighbouring threads. All loads come first:
+each guarded store would else wait for a load of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+WG_THREADS = 128
+MAX_BYTES = 16  # That a thread stores at once.
+_SCALAR = plgpu.Layout.WG_SPLAT(())
+Ref = Any
+
+
+def store(piece, slot: Ref, out_gmem: Ref, row, col) -> None:
+  """Stores a piece [rows, cols] at (row, col) of an array [num_rows, num_cols].
+
+  `slot` is a piece of shared memory of its shape, or with a longer row pitch that is
+  a multiple of 16 bytes. `col` is a multiple of the piece's columns.
+  """
+  rows, cols = piece.shape
+  itemsize = jnp.dtype(piece.dtype).itemsize
+
+  @plgpu.inline_mgpu(
+      arg_types=(
+          plgpu.Layout.WGMMA, plgpu.RefType(), plgpu.RefType(), _SCALAR, _SCALAR,
+      )
+  )
+  def write(_, piece, slot, out, row, col):
+    row, col = row.registers.item(), col.registers.item()
+    num_rows, num_cols = ir.MemRefType(out.type).shape
+    _, pitch = ir.MemRefType(slot.type).shape
+    width = _width(rows, cols, num_cols, itemsize)
+    words = _Words(width * itemsize)
+    mgpu.utils.warpgroup_barrier()  # The last piece has been read.
+    piece.store_untiled(
+        mgpu.utils.memref_slice(slot, (slice(None), slice(0, cols))), optimized=False
+    )
+    mgpu.utils.warpgroup_barrier()
+    per_row = cols // width
+    thread = arith.remui(mgpu.utils.thread_idx(), _i32(WG_THREADS))
+    first_row = arith.divui(thread, _i32(per_row))
+    lane_col = arith.muli(arith.remui(thread, _i32(per_row)), _i32(width))
+    start = arith.addi(arith.muli(first_row, _i32(pitch)), lane_col)
+    slot_address = mgpu.utils.getelementptr(
+        mgpu.utils.memref_ptr(slot), [arith.muli(start, _i32(itemsize))],
+        ir.IntegerType.get_signless(8),
+    )
+    step = WG_THREADS // per_row  # Rows that the warpgroup writes at once.
+    found = [
+        words.load(slot_address, i * step * pitch * itemsize) for i in range(rows // step)
+    ]
+    out_row, out_col = arith.addi(row, first_row), arith.addi(col, lane_col)
+    element = arith.addi(arith.muli(_i64(out_row), _const64(num_cols)), _i64(out_col))
+    address = arith.addi(
+        llvm.ptrtoint(_i64_type(), mgpu.utils.memref_ptr(out)),
+        arith.muli(element, _const64(itemsize)),
+    )
+    in_cols = arith.cmpi(arith.CmpIPredicate.slt, out_col, _i32(num_cols))
+    left = arith.select(in_cols, arith.subi(_i32(num_rows), out_row), _i32(0))
+    for i, values in enumerate(found):
+      inside = arith.cmpi(arith.CmpIPredicate.sgt, left, _i32(i * step))
+      words.store(address, i * step * num_cols * itemsize, values, inside)
+
+  write(piece, slot, out_gmem, jnp.int32(row), jnp.int32(col))
+
+
+def _width(rows: int, cols: int, num_cols: int, itemsize: int) -> int:
+  """Elements that a thread stores at once."""
+  width = MAX_BYTES // itemsize
+  while num_cols % width or cols % width or WG_THREADS * width > rows * cols:
+    width //= 2
+  return width
+
+
+class _Words:
+  """Loads and stores of 2 to 16 bytes."""
+
+  def __init__(self, num_bytes: int):
+    self.count = max(1, num_bytes // 4)
+    kind = "b16" if num_bytes == 2 else "b32"
+    self.kind = f"v{self.count}.{kind}" if self.count > 1 else kind
+    self.type = ir.IntegerType.get_signless(16 if num_bytes == 2 else 32)
+
+  def load(self, address, offset: int) -> list[ir.Value]:
+    names = self._names(0)
+    words = mgpu.utils.inline_ptx(
+        f"ld.shared.{self.kind} {names}, [${self.count} + {offset}];", address,
+        result_types=[self.type] * self.count, has_side_effects=True,
+    )
+    return list(words)
+
+  def store(self, address, offset: int, words: list[ir.Value], inside) -> None:
+    address = arith.addi(address, _const64(offset))
+    mgpu.utils.inline_ptx(
+        f"{{ .reg .pred p; setp.ne.b32 p, $1, 0; @p st.global.{self.kind} [$0],"
+        f" {self._names(2)}; }}",
+        address, arith.extui(ir.IntegerType.get_signless(32), inside), *words,
+        has_side_effects=True,
+    )
+
+  def _names(self, first: int) -> str:
+    names = ", ".join(f"${first + i}" for i in range(self.count))
+    return f"{{{names}}}" if self.count > 1 else names
+
+
+def _i64_type():
+  return ir.IntegerType.get_signless(64)
+
+
+def _i32(value: int) -> ir.Value:
+  return arith.constant(ir.IntegerType.get_signless(32), value)
+
+
+def _const64(value: int) -> ir.Value:
+  return arith.constant(_i64_type(), value)
+
+
+def _i64(value) -> ir.Value:
+  return arith.extsi(_i64_type(), value)
