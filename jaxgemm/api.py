@@ -48,8 +48,8 @@ def matmul(
     preferred_element_type: dtype of the result. Sums are float32 in any case.
     out_sharding: sharding of the result on a mesh with explicit axes.
     implementation: None (the plan chooses), "blocked", "direct", "pipelined",
-      "persistent", "split_k", "triton" or "xla". A kernel that is named must serve; its gradients
-      prefer it.
+      "persistent", "split_k", "triton" or "xla". A kernel that is named must serve;
+      its gradients prefer it.
     config: the config of that kernel; alone, it also names its kernel.
   Returns: [*batch, m, n], without m where a is [k], without n where b is [k].
   Raises:

@@ -32,34 +32,35 @@ class Model:
   """Constants of the cost model; times in us, rates in bytes/us of one SM."""
 
   roles: float = 0.585  # Of a kernel with a producer: to part the registers.
-  team: float = 0.809  # Of each consumer but the first, to get going.
-  cluster: float = 0.0155  # Of each CTA of a cluster, to be launched together.
-  latency: float = 0.753  # From asking for a tile to having it.
-  descriptors: float = 0.232  # Until TMA has fetched them, and of its last store.
+  team: float = 0.81  # Of each consumer but the first, to get going.
+  cluster: float = 0.0123  # Of each CTA of a cluster, to be launched together.
+  latency: float = 0.786  # From asking for a tile to having it.
+  descriptors: float = 0.33  # Until TMA has fetched them, and of its last store.
   l2_rate: float = 137e3  # L2 to shared memory.
-  multicast: float = 0.559  # What an SM receives, beside what it asks for.
-  short_rows: float = 0.0104  # Of operands copied in rows of 128 bytes; less if longer.
+  multicast: float = 0.593  # What an SM receives, beside what it asks for.
+  short_rows: float = 0.00836  # Of operands copied in rows of 128 bytes; less if longer.
   crooked_rows: float = 1.84  # The same, where rows begin in the midst of 128 bytes.
-  crooked_memory: float = 0.317  # What crooked rows cost the memory itself.
-  reread: float = 0.188  # Share of an operand that each second tile fetches anew.
-  load_rate: float = 22.9e3  # Memory to shared memory through registers, shifted.
-  direct_rate: float = 54.6e3  # The same, where rows are aligned to 16 bytes.
+  crooked_memory: float = 0.416  # What crooked rows cost the memory itself.
+  reread: float = 0.195  # Share of an operand that each second tile fetches anew.
+  load_rate: float = 30.3e3  # Memory to shared memory through registers, shifted.
+  direct_rate: float = 50.5e3  # The same, where rows are aligned to 16 bytes.
+  round: float = 0.232  # Of direct's loads that wait for the ones before.
   store_rate: float = 25.4e3  # Registers of a warpgroup to memory.
-  masked_rate: float = 33.2e3  # The same, not by TMA.
-  step: float = 0.0285  # Barriers and bookkeeping of a k tile.
-  solo: float = 0.369  # Of pipelined's steps, where one CTA has an SM to itself.
+  masked_rate: float = 30.7e3  # The same, not by TMA.
+  step: float = 0.0275  # Barriers and bookkeeping of a k tile.
+  solo: float = 0.374  # Of pipelined's steps, where one CTA has an SM to itself.
   single: float = 0.943  # Of the tensor cores' time, one warpgroup at a time.
   wide: float = 1.13  # The same, two wgmma a k tile: one holds 256 columns at most.
   narrow: float = 79.8  # Columns of a wgmma that takes no less time with fewer.
   chunks: float = 0.892  # The same, wgmma of 64 columns, as rhs comes in chunks.
-  promotion: float = 0.0155  # Of the sums, once.
-  exchange_rate: float = 7.59e3  # Through distributed shared memory.
+  promotion: float = 0.0181  # Of the sums, once.
+  exchange_rate: float = 7.6e3  # Through distributed shared memory.
   memory: float = 1.03  # Share of the bandwidth that a product reaches.
-  apart: float = 0.145  # What the memory loses where k is split: rows far apart.
-  reduce: float = 3.55  # Launch of the kernel that adds the parts of split-k.
-  reduce_rate: float = 3.58e6  # Its bytes, out of the L2; of the whole chip.
-  pass_launch: float = 1.08  # Launch of a pass over an operand.
-  pass_rate: float = 3.48e6  # Bytes read and written; of the whole chip.
+  apart: float = 0.149  # What the memory loses where k is split: rows far apart.
+  reduce: float = 3.46  # Launch of the kernel that adds the parts of split-k.
+  reduce_rate: float = 3.19e6  # Its bytes, out of the L2; of the whole chip.
+  pass_launch: float = 0.939  # Launch of a pass over an operand.
+  pass_rate: float = 3.6e6  # Bytes read and written; of the whole chip.
 
 
 MODEL = Model()
@@ -141,7 +142,9 @@ def estimate(
   memory = _memory(problem, device, model, memory_costs, tiles_m, tiles_n)
   memory *= 1 + model.apart * (1 - 1 / splits)
   main = model.latency + _soft_max(busy, memory)
-  if kernel != direct.NAME:
+  if kernel == direct.NAME:
+    main += model.round * (direct.num_rounds(problem, config) - 1)
+  else:
     main += model.descriptors
   if specialised:
     main += model.roles + model.team * (config.consumers - 1)
