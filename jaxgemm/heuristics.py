@@ -97,7 +97,7 @@ _PING_PONG_TILES = (
 _PIPELINED_TILES = ((64, 128, 4), (128, 64, 4), (64, 64, 6), (64, 32, 8))
 _DIRECT_TILES = ((64, 64), (128, 64), (64, 128), (64, 32), (64, 16))
 # (columns, consumers) of tiles where the operands change places.
-_SWAPPED_COLS = ((64, 1), (128, 1), (128, 2), (192, 3), (256, 2))
+_SWAPPED_COLS = ((64, 1), (128, 1), (128, 2), (256, 2))
 _MOST_SWAPPED = 512  # Rows of the result.
 _MAX_STAGES = 16
 _LEAST_TF32 = 16  # XLA multiplies smaller float32 operands without tensor cores.
@@ -123,7 +123,7 @@ def _configs(problem: Problem, device: Device) -> Iterator[tuple[str, Config]]:
   for shape in (*_PERSISTENT_TILES, *_PING_PONG_TILES):
     yield from _specialised(problem, problem, device, (*shape, False))
   for shape in _swapped_tiles(problem):
-    yield from _specialised(problem, problem.transposed(), device, (*shape, True))
+    yield from _specialised(problem, problem.transposed, device, (*shape, True))
 
 
 def _swapped_tiles(problem: Problem) -> Iterator[tuple[int, int, int, str]]:
@@ -134,7 +134,7 @@ def _swapped_tiles(problem: Problem) -> Iterator[tuple[int, int, int, str]]:
   """
   if problem.m > _MOST_SWAPPED or problem.itemsize != 2:
     return
-  step = tiles.rhs_step(problem.transposed())
+  step = tiles.rhs_step(problem.transposed)
   parts = range(tiles.cdiv(problem.m, persistent.MAX_TILE_N), 5)
   for rows in {tiles.round_up(tiles.cdiv(problem.m, each), step) for each in parts}:
     if rows > 256 or rows % 64 and (rows > 64 or problem.m <= 64):

@@ -60,7 +60,7 @@ def wg_tile(config: PersistentConfig) -> tuple[int, int]:
 
 def multiplied(problem: Problem, config: PersistentConfig) -> Problem:
   """What the kernel multiplies: the problem, or the transposed one."""
-  return problem.transposed() if config.swap else problem
+  return problem.transposed if config.swap else problem
 
 
 def check_config(problem: Problem, config: PersistentConfig) -> str | None:

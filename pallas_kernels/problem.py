@@ -119,6 +119,7 @@ class Problem:
   def out_shape(self) -> tuple[int, int, int]:
     return (self.batch, self.m, self.n)
 
+  @functools.cached_property
   def transposed(self) -> Problem:
     """The problem of the transposed result: the operands change places."""
     return dataclasses.replace(

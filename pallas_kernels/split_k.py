@@ -21,6 +21,7 @@ Source: split-k as in CUTLASS's parallel split-k.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 from jax import lax
@@ -92,16 +93,22 @@ def _first_kernel(
   sums = config.splits // config.cluster_k
   if sums == 1:
     return problem, config
-  product = persistent.multiplied(problem, config)
-  stored = dataclasses.replace(
+  if config.swap:
+    config = dataclasses.replace(config, swap=False)
+    problem = problem.transposed
+  return _partial_sums(problem, sums), config
+
+
+@functools.lru_cache(maxsize=1024)  # A plan asks for the same few again and again.
+def _partial_sums(product: Problem, sums: int) -> Problem:
+  return dataclasses.replace(
       product,
       m=tiles.round_up(product.m, epilogues.PIECE_ROWS),
       n=tiles.round_up(product.n, tiles.swizzle_elems(jnp.float32)),
-      batch=problem.batch * sums,
+      batch=product.batch * sums,
       out_dtype="float32",
       epilogue=Epilogue(),
   )
-  return stored, dataclasses.replace(config, swap=False)
 
 
 def launch(
