@@ -17,7 +17,7 @@ report" (2024), section 3.3.2.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax import lax
@@ -46,12 +46,13 @@ def check(
 
 def sum_over_k(
     multiply: Callable[[Ref, Any, Any], None], *, shape: tuple[int, int], k_steps: int,
-    promote: int,
+    promote: int, groups: Sequence[tuple[int, float]] | None = None,
 ):
   """Returns the sum [rows, cols] over `k_steps` k tiles, in registers.
 
   `multiply(acc, first, count)` adds the k tiles first .. first + count - 1 to the
-  wgmma accumulator `acc`.
+  wgmma accumulator `acc`. With `groups` of (count, scale), the sums of so many each
+  are promoted in turn, multiplied by their scale; k_steps is a multiple of them all.
   """
 
   def part(first, count):
@@ -61,12 +62,28 @@ def sum_over_k(
 
     return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
 
+  zeros = lambda: plgpu.layout_cast(
+      jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA
+  )
+  if groups is not None:
+    steps = sum(count for count, _ in groups)
+
+    def add_groups(i, total):
+      first = i * steps
+      for count, scale in groups:
+        sums = part(first, count)
+        total = total + (sums if scale == 1.0 else sums * jnp.float32(scale))
+        first = first + count
+      return total
+
+    return lax.fori_loop(
+        jnp.int32(0), jnp.int32(k_steps // steps), add_groups, zeros()
+    )
   if not 0 < promote < k_steps:
     return part(jnp.int32(0), k_steps)
   rounds, rest = divmod(k_steps, promote)
-  total = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
   total = lax.fori_loop(
       jnp.int32(0), jnp.int32(rounds),
-      lambda i, total: total + part(i * promote, promote), total,
+      lambda i, total: total + part(i * promote, promote), zeros(),
   )
   return total + part(jnp.int32(rounds * promote), rest) if rest else total

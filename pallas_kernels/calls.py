@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels import epilogue as epilogues
-from pallas_kernels import operand_tiles
+from pallas_kernels import operand_tiles, parts
 from pallas_kernels.problem import Config, Problem
 
 
@@ -21,6 +21,7 @@ class Call:
   """Operands and epilogue of one launch.
 
   Calling it runs `kernel(lhs_gmem, rhs_gmem, c_gmem, out_gmem, refs)`; see `run`.
+  `round`: in which order parts of the operands are multiplied, if they are.
   """
 
   result: Problem
@@ -28,6 +29,7 @@ class Call:
   epilogue: epilogues.Epilogue
   inputs: tuple[jax.Array, ...]
   interpret: Any
+  round: parts.Round | None = None
 
   def __call__(self, kernel: Callable[..., None], **kwargs) -> jax.Array:
     return run(
@@ -80,18 +82,26 @@ def make_call(
   """Prepares operands (lhs, rhs[, c]) for a kernel.
 
   Args:
-    operands, problem, config, interpret: as `launch` gets them.
+    operands, interpret: as `launch` gets them.
+    problem, config: what is multiplied, and how.
     wg_tile: rows and columns that each of `num_wgs` warpgroups multiplies.
     result: describes the array that is stored where that is not the product (the
-      partial sums of split-k): its batch, m, n, out_dtype and epilogue count.
+      partial sums of split-k), or where that is the product of its parts: its batch,
+      m, n, out_dtype, algorithm and epilogue count.
     stored_cols: columns that a warpgroup stores, if not all that it multiplies.
     by_registers: whether registers, not TMA, bring the operands and take the result.
   """
   result = result or problem
   emulated = interpret is not None
+  lhs_and_rhs, num_parts, round = operands[:2], (1, 1), None
+  if parts.is_split(result):
+    scheme = parts.SCHEMES[result.algorithm]
+    lhs_and_rhs = parts.split(*lhs_and_rhs, result)
+    num_parts = scheme.lhs_parts, scheme.rhs_parts
+    round = parts.round_of(result, config)
   prepared = operand_tiles.prepare(
-      *operands[:2], problem, config, wg_tile, emulated=emulated,
-      by_registers=by_registers,
+      *lhs_and_rhs, problem, config, wg_tile, emulated=emulated,
+      by_registers=by_registers, num_parts=num_parts,
   )
   epilogue = epilogues.make_epilogue(
       result, stored_cols or wg_tile[1], num_wgs, emulated=emulated,
@@ -100,7 +110,7 @@ def make_call(
   inputs = [prepared.lhs, prepared.rhs]
   if epilogue.c is not None:
     inputs.append(epilogues.prepare_c(operands[2], problem))
-  return Call(result, prepared, epilogue, tuple(inputs), interpret)
+  return Call(result, prepared, epilogue, tuple(inputs), interpret, round)
 
 
 @functools.lru_cache(maxsize=1024)  # A plan asks for the same few again and again.

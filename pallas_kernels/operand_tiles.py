@@ -52,6 +52,7 @@ class Operand:
     batched: whether it has a batch dimension larger than one.
     mn, k: rows and columns (lhs, or transposed rhs) that the whole operand has.
     way: see the module's docstring.
+    num_parts: arrays in place of each one of the batch (see `parts`).
     emulated: whether every copy is a tiled one.
   """
 
@@ -65,6 +66,7 @@ class Operand:
   k: int
   way: str
   emulated: bool
+  num_parts: int = 1
 
   @property
   def num_copies(self) -> int:
@@ -97,19 +99,20 @@ class Operand:
     return plgpu.RefUnion(untiled, tiled)
 
   def load(
-      self, gmem: Ref, slots: Ref, slot, barrier: Ref, *, batch, mn, k,
+      self, gmem: Ref, slots: Ref, slot, barrier: Ref, *, batch, mn, k, part=0,
       collective_axes=None, cluster: int = 1,
   ) -> None:
     """Starts the copies of the tile at element (mn, k); they arrive on `barrier`.
 
     With `collective_axes` the `cluster` CTAs along them load a part each, for all.
     """
-    slots, batch = self._views(slots)[0], batch if self.batched else 0
     if self.way == "loads":
       register_loads.load(self.by_registers(gmem, slots, slot, batch=batch, mn=mn, k=k))
       plgpu.commit_smem()
       plgpu.barrier_arrive(barrier)
       return
+    slots = self._views(slots)[0]
+    batch = (batch if self.batched else 0) * self.num_parts + part
 
     def copy(dst, rows, cols):
       plgpu.copy_gmem_to_smem(
@@ -252,7 +255,7 @@ class Prepared:
 
 def prepare(
     lhs: jax.Array, rhs: jax.Array, problem: Problem, config, wg_tile: tuple[int, int],
-    *, emulated: bool, by_registers: bool = False,
+    *, emulated: bool, by_registers: bool = False, num_parts: tuple[int, int] = (1, 1),
 ) -> Prepared:
   """Brings two operands into a form that TMA and wgmma read.
 
@@ -269,6 +272,7 @@ def prepare(
     wg_tile: rows and columns of the result that one warpgroup multiplies.
     emulated: whether the kernel runs in the emulator.
     by_registers: whether all operands come through registers, on the chip.
+    num_parts: arrays in place of each one of the batch, of lhs and of rhs.
   """
   if problem.dtype == "float32":
     lhs, rhs = _round_to_tf32(lhs), _round_to_tf32(rhs)
@@ -299,7 +303,7 @@ def prepare(
     found.append(
         Operand(
             is_lhs, k_major, tile_mn, config.tile_k, dtype, several and batched, mn,
-            problem.k, its_way, emulated,
+            problem.k, its_way, emulated, num_parts[0 if is_lhs else 1],
         )
     )
   return Prepared(*arrays, *found)

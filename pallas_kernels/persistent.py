@@ -36,7 +36,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from pallas_kernels import accumulate, calls, operand_tiles, tiles
+from pallas_kernels import accumulate, calls, parts, tiles
 from pallas_kernels import ring as rings
 from pallas_kernels.exchange import Exchange
 from pallas_kernels.problem import PersistentConfig, Problem
@@ -59,8 +59,8 @@ def wg_tile(config: PersistentConfig) -> tuple[int, int]:
 
 
 def multiplied(problem: Problem, config: PersistentConfig) -> Problem:
-  """What the kernel multiplies: the problem, or the transposed one."""
-  return problem.transposed if config.swap else problem
+  """What the kernel multiplies: the problem, or the transposed one, or its parts'."""
+  return parts.product(problem.transposed if config.swap else problem)
 
 
 def check_config(problem: Problem, config: PersistentConfig) -> str | None:
@@ -94,6 +94,7 @@ def check_config(problem: Problem, config: PersistentConfig) -> str | None:
   product = multiplied(problem, config)
   return (
       _check_loads(problem, config)
+      or parts.check(problem, config)
       or check_swap(problem, config)
       or tiles.check_tile(
           product, config.tile_m, config.tile_n, config.tile_k, most_n=MAX_TILE_N
@@ -156,7 +157,7 @@ def supports(problem: Problem, config: PersistentConfig) -> str | None:
 def smem_bytes(problem: Problem, config: PersistentConfig) -> int:
   """Shared memory of one CTA: the ring, the staging slots, the barriers."""
   ring = config.num_stages * tiles.slot_bytes(
-      problem, config.tile_m, config.tile_n, config.tile_k
+      multiplied(problem, config), config.tile_m, config.tile_n, config.tile_k
   )
   epilogue = calls.epilogue_bytes(
       problem, wg_tile(config)[1], config.consumers, config.swap
@@ -185,15 +186,15 @@ def num_producers(config: PersistentConfig) -> int:
 
 
 def make_ring(
-    prepared: operand_tiles.Prepared, config: PersistentConfig, k_steps: int
+    call: calls.Call, config: PersistentConfig, k_steps: int
 ) -> rings.Ring:
   axis, teams = ("cluster",), num_teams(config)
   return rings.Ring(
-      prepared, config.num_stages, config.consumers // teams, teams, k_steps,
+      call.prepared, config.num_stages, config.consumers // teams, teams, k_steps,
       num_producers(config),
       lhs_axes=axis if config.cluster_n > 1 else (),
       rhs_axes=axis if config.cluster_m > 1 else (),
-      cluster=config.cluster_m * config.cluster_n,
+      cluster=config.cluster_m * config.cluster_n, round=call.round,
   )
 
 
@@ -208,29 +209,32 @@ def launch(
   )
   return run(
       call, multiplied(problem, config), config, name=NAME, num_sms=num_sms,
-      k_steps=tiles.cdiv(problem.k, config.tile_k),
+      k_tiles=tiles.cdiv(problem.k, config.tile_k),
   )
 
 
 def swapped(operands, config: PersistentConfig):
-  """The operands (lhs, rhs[, c]) of what the kernel multiplies."""
+  """The operands (lhs, rhs[, c]) in their places of what the kernel multiplies."""
   return operands[1::-1] if config.swap else operands
 
 
 def run(
     call: calls.Call, problem: Problem, config: PersistentConfig, *, name: str,
-    num_sms: int, k_steps: int, copies: int = 1,
+    num_sms: int, k_tiles: int, copies: int = 1,
     operand_origin: Callable[..., Any] = lambda batch: (batch, 0),
     exchange: Exchange | None = None,
 ) -> jax.Array:
-  """Runs the schedule: `k_steps` k tiles for each tile of each result.
+  """Runs the schedule: `k_tiles` k tiles for each tile of each result.
 
   Split-k asks for `copies` results a product, maps the index of a result to the
   (batch, k) at which its operands begin, and may have the CTAs of a cluster
   `exchange` their sums.
   """
   wg_tile_shape = wg_tile(config)
-  ring, epilogue = make_ring(call.prepared, config, k_steps), call.epilogue
+  k_steps, groups = k_tiles, None
+  if call.round is not None:
+    k_steps, groups = call.round.num_steps(k_tiles), call.round.groups
+  ring, epilogue = make_ring(call, config, k_steps), call.epilogue
   teams = num_teams(config)
   grid = ClusterGrid.of(problem, config, num_sms=num_sms, copies=copies)
 
@@ -268,7 +272,8 @@ def run(
           )
 
         acc = accumulate.sum_over_k(
-            multiply, shape=wg_tile_shape, k_steps=k_steps, promote=config.promote
+            multiply, shape=wg_tile_shape, k_steps=k_steps, promote=config.promote,
+            groups=groups,
         )
 
         def store(sums, col):

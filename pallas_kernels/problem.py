@@ -22,12 +22,19 @@ RhsLayout = Literal["n-major", "k-major"]
 # How the products are formed. The accumulator is float32 in each of them.
 #   bf16_f32, f16_f32: exact products of 16-bit operands.
 #   tf32_f32: float32 operands, of which the tensor core reads 10 mantissa bits.
+#   bf16_x3, bf16_x6, bf16_x9: float32 operands in bfloat16 parts: see `parts`.
 ALGORITHMS = {
     "bf16_f32": "bfloat16",
     "f16_f32": "float16",
     "tf32_f32": "float32",
+    "bf16_x3": "float32",
+    "bf16_x6": "float32",
+    "bf16_x9": "float32",
 }
-ALGORITHM_OF_DTYPE = {dtype: name for name, dtype in ALGORITHMS.items()}
+# At JAX's default precision.
+ALGORITHM_OF_DTYPE = {
+    "bfloat16": "bf16_f32", "float16": "f16_f32", "float32": "tf32_f32",
+}
 OUT_DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -214,7 +221,7 @@ class PersistentConfig:
     grid_minor: the dimension along which consecutive CTAs walk first.
     grid_width: width, in (cluster) tiles, of the band that they walk.
     promote: k tiles after which the sums leave the tensor cores' accumulator for
-      ordinary float32 registers; 0: only at the end (see `accumulate`).
+      ordinary float32 registers; 0: only at the end (see `accumulate`, `parts`).
     pad: what becomes of operands that TMA cannot take: a pass pads them, or else
       the producer loads them through registers (see `register_loads`).
     swap: multiply transposed: tile_m and cluster_m then count columns of the result,

@@ -27,7 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import operand_tiles
+from pallas_kernels import operand_tiles, parts
 
 # What a thread keeps, by the number of consumers: all CTA's threads share 64 K.
 PRODUCER_REGISTERS = {1: 40, 2: 40, 3: 32}
@@ -48,6 +48,8 @@ class Ring:
     num_producers: warpgroups that load, see the module's docstring.
     lhs_axes, rhs_axes: cluster axes over which a copy is multicast.
     cluster: CTAs along them.
+    round: in which order parts of the operands are multiplied, or None: `k_steps` are
+      then not k tiles, but steps of rounds (see `parts`).
   """
 
   prepared: operand_tiles.Prepared
@@ -59,6 +61,7 @@ class Ring:
   lhs_axes: tuple[str, ...] = ()
   rhs_axes: tuple[str, ...] = ()
   cluster: int = 1
+  round: parts.Round | None = None
 
   @property
   def lhs(self) -> operand_tiles.Operand:
@@ -96,6 +99,23 @@ class Ring:
       index = index + team * self.num_stages
     return barriers.at[index]
 
+  def _place(self, step):
+    """(k tile, part of lhs, part of rhs) of a step of a tile."""
+    if self.round is None:
+      return step, 0, 0
+    steps = self.round.steps
+    turn = lax.div(step, jnp.int32(len(steps)))
+    within = lax.rem(step, jnp.int32(len(steps)))
+
+    def look_up(column):
+      """Two bits of a word for each step."""
+      word = sum(values[column] << (2 * i) for i, values in enumerate(steps))
+      word = jnp.int32(word - (1 << 32) if word >> 31 else word)
+      shifted = lax.shift_right_logical(word, 2 * within)
+      return lax.bitwise_and(shifted, jnp.int32(3))
+
+    return turn * self.round.k_tiles + look_up(0), look_up(1), look_up(2)
+
   def produce(self, lhs_gmem, rhs_gmem, refs, *, producer, local, batch, m, n, k):
     """Loads the share of one producer of the `local`-th tile of this CTA.
 
@@ -114,18 +134,19 @@ class Ring:
       def _wait_until_read():
         plgpu.barrier_wait(self._barrier(refs["empty"], step - self.num_stages))
 
-      at = dict(batch=batch, k=k + i * tile_k)
+      k_tile, lhs_part, rhs_part = self._place(i)
+      at = dict(batch=batch, k=k + k_tile * tile_k)
       full = self._barrier(refs["full"], step)
       loads = [
-          (self.lhs, lhs_gmem, refs["lhs_slots"], m, self.lhs_axes),
-          (self.rhs, rhs_gmem, refs["rhs_slots"], n, self.rhs_axes),
+          (self.lhs, lhs_gmem, refs["lhs_slots"], m, lhs_part, self.lhs_axes),
+          (self.rhs, rhs_gmem, refs["rhs_slots"], n, rhs_part, self.rhs_axes),
       ]
       # What TMA copies is under way while registers load the rest.
-      for operand, gmem, slots, mn, axes in sorted(
+      for operand, gmem, slots, mn, part, axes in sorted(
           loads, key=lambda load: load[0].way == "loads"
       ):
         shared = dict(collective_axes=axes, cluster=self.cluster) if axes else {}
-        operand.load(gmem, slots, slot, full, mn=mn, **at, **shared)
+        operand.load(gmem, slots, slot, full, mn=mn, part=part, **at, **shared)
 
     count = lax.div(self.k_steps - first + turns - 1, turns)
     lax.fori_loop(jnp.int32(0), count, load, None)

@@ -109,6 +109,8 @@ def check_tile(
     problem: Problem, tile_m: int, tile_n: int, tile_k: int, *, most_n: int = WGMMA_COLS
 ) -> str | None:
   """Why wgmma and TMA cannot work on this tile, or None."""
+  if problem.dtype == "float32" and problem.algorithm != "tf32_f32":
+    return f"{problem.algorithm}: only persistent and split_k multiply parts of operands"
   elems = swizzle_elems(problem.dtype)
   if tile_m % 64 or not 64 <= tile_m <= TMA_BOX_LIMIT:
     return f"tile_m={tile_m} must be 64, 128, 192 or 256"

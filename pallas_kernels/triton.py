@@ -69,6 +69,8 @@ def supports(problem: Problem, config: TritonConfig) -> str | None:
 
 
 def _check_config(problem: Problem, config: TritonConfig) -> str | None:
+  if problem.dtype == "float32" and problem.algorithm != "tf32_f32":
+    return f"{problem.algorithm}: only persistent and split_k multiply parts of operands"
   for name in ("tile_m", "tile_n", "tile_k"):
     size = getattr(config, name)
     if not 16 <= size <= 256 or size & (size - 1):

@@ -1,0 +1,143 @@
+"""float32 products of bfloat16 parts: exact splits, and the kernels in emulation."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxgemm import reference
+from pallas_kernels import KERNELS, compat, parts
+from pallas_kernels.problem import Epilogue, PersistentConfig, Problem, SplitKConfig
+from tests import kernel_cases
+from tests.kernel_cases import LAYOUTS, make_problem
+
+# Of the parts that are left out, and of a float32 sum of a few hundred.
+BOUNDS = {"bf16_x3": 1e-5, "bf16_x6": 3e-7, "bf16_x9": 2e-7}
+
+
+def problem_in_parts(m, n, k, layouts="NN", algorithm="bf16_x6", **fields) -> Problem:
+  problem = make_problem(m, n, k, layouts, "float32", **fields)
+  return dataclasses.replace(problem, algorithm=algorithm)
+
+
+def emulated(problem, config, operands, kernel="persistent") -> np.ndarray:
+  assert KERNELS[kernel].supports(problem, config) is None
+  return np.asarray(
+      compat.run_interpreted(
+          lambda interpret: KERNELS[kernel].launch(
+              operands, problem, config, num_sms=2, interpret=interpret
+          )
+      )
+  )
+
+
+def check(problem, config, kernel="persistent"):
+  operands = kernel_cases.random_operands(problem)
+  result = emulated(problem, config, operands, kernel)
+  error = reference.relative_error(result, kernel_cases.truth(problem, operands))
+  assert error < BOUNDS[problem.algorithm]
+  return error
+
+
+def small(**fields) -> PersistentConfig:
+  return PersistentConfig(**{**dict(tile_n=128, num_stages=3, promote=1), **fields})
+
+
+@pytest.mark.parametrize("algorithm", parts.SCHEMES)
+@pytest.mark.parametrize("layouts", LAYOUTS)
+def test_layouts(layouts, algorithm):
+  check(problem_in_parts(133, 203, 141, layouts, algorithm), small())
+
+
+def test_more_products_are_more_exact():
+  errors = [
+      check(problem_in_parts(128, 128, 320, algorithm=name), small())
+      for name in ("bf16_x3", "bf16_x6", "bf16_x9")
+  ]
+  assert errors[0] > 10 * errors[1] and errors[1] > errors[2]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(promote=2),
+        dict(consumers=1, tile_n=64),
+        dict(cluster_m=2),
+        dict(cluster_n=2, wg_dim="n"),
+        dict(wg_dim="tile", tile_n=64, num_stages=4),
+    ],
+    ids=str,
+)
+def test_configs(fields):
+  check(problem_in_parts(264, 272, 200), small(**fields))
+
+
+@pytest.mark.parametrize("fields", [dict(cluster_k=2), dict(), dict(promote=2)], ids=str)
+def test_split_k(fields):
+  config = SplitKConfig(**{**vars(small()), "splits": 2, **fields})
+  check(problem_in_parts(72, 136, 64 * 5), config, "split_k")
+
+
+@pytest.mark.parametrize("shared", [{}, {"lhs_batched": False}, {"rhs_batched": False}],
+                         ids=str)
+def test_batches_and_epilogues(shared):
+  check(
+      problem_in_parts(70, 130, 100, "TN", batch=2, **shared,
+                       epilogue=Epilogue(0.5, -2.0, "float32")),
+      small(),
+  )
+
+
+def test_split_is_exact(rng):
+  exponents = rng.integers(-100, 128, size=4096)  # XLA's CPU code has no subnormals.
+  x = (1 + rng.random(4096)) * np.exp2(exponents - 1.0)
+  x = np.concatenate([x, -x, [1.0, 3.0, np.finfo(np.float32).max, 0.0]])
+  x = x.astype(np.float32)[None, :, None]
+  problem = problem_in_parts(x.shape[1], 1, 1)
+  split, _ = jax.jit(lambda x: parts.split(x, x, problem))(jnp.asarray(x))
+  assert split.dtype == jnp.bfloat16 and split.shape == (3, x.shape[1], 1)
+  high, mid, low = np.asarray(split).astype(np.float64)
+  whole = high + mid / 2**8 + low / 2**16
+  assert np.all(np.abs(whole - x[0]) <= 2.0**-39 * np.abs(x[0]))
+  assert np.all(np.sign(high) == np.sign(x[0]))
+
+
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid")
+def test_inf_and_nan_are_those_of_float32():
+  """Also times numbers whose lower parts are zero."""
+  lhs = np.ones((1, 64, 8), np.float32)
+  rhs = np.full((1, 8, 64), 2.0, np.float32)
+  lhs[0, 1, 0], lhs[0, 2, 1], lhs[0, 3, 2] = np.inf, -np.inf, np.nan
+  lhs[0, 4, 0], lhs[0, 4, 1] = np.inf, -np.inf
+  lhs[0, 5, 0], rhs[0, 0, 5] = 3e38, 1e37  # Their product is more than the largest.
+  rhs[0, 0, 6], rhs[0, 3, 7], rhs[0, 4, 8] = 0.0, np.inf, -np.inf
+  rhs[0, 0, 8], rhs[0, 1, 9] = 1e-3, -1e-20
+  lhs[0, 6] = 0.0
+  with np.errstate(invalid="ignore", over="ignore"):
+    truth = (lhs[0].astype(np.float64) @ rhs[0].astype(np.float64)).astype(np.float32)
+  for algorithm in ("bf16_x6", "bf16_x9"):
+    problem = problem_in_parts(64, 64, 8, algorithm=algorithm)
+    operands = jnp.asarray(lhs), jnp.asarray(rhs)
+    result = emulated(problem, small(tile_n=64, consumers=1, tile_m=64), operands)[0]
+    np.testing.assert_array_equal(np.isnan(result), np.isnan(truth))
+    np.testing.assert_allclose(result, truth, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "config", "named"),
+    [
+        ("persistent", small(promote=0), "promote=0"),
+        ("persistent", small(promote=3), "1 to 2 k tiles"),
+        ("persistent", small(pad=False, consumers=1), "pad=False"),
+        ("persistent", small(tile_n=256), "registers"),
+        ("persistent", small(tile_k=32), "tile_k=32 must be 64"),
+        ("blocked", KERNELS["blocked"].Config(), "multiply parts"),
+        ("triton", KERNELS["triton"].Config(), "multiply parts"),
+    ],
+)
+def test_supports_names_the_constraint(kernel, config, named):
+  assert named in KERNELS[kernel].supports(problem_in_parts(256, 256, 256), config)
