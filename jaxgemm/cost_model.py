@@ -23,7 +23,7 @@ import math
 from typing import NamedTuple
 
 from jaxgemm.device import Device
-from pallas_kernels import KERNELS, direct, operand_tiles, persistent, tiles
+from pallas_kernels import KERNELS, direct, operand_tiles, parts, persistent, tiles
 from pallas_kernels.problem import Config, PersistentConfig, Problem
 
 
@@ -107,6 +107,9 @@ def estimate(
 ) -> Estimate:
   """What the model expects of a config that serves the problem."""
   masked = kernel == direct.NAME or problem.n * problem.out_itemsize % 16 > 0
+  scheme, splitting = parts.SCHEMES.get(problem.algorithm), ()
+  if scheme is not None:
+    splitting = _splitting(problem, scheme)
   problem = _multiplied(problem, config)
   shared_rhs, shared_lhs = _multicast(config)
   splits = getattr(config, "splits", 1)
@@ -116,6 +119,8 @@ def estimate(
   tiles_n = tiles.round_up(tiles.cdiv(problem.n, config.tile_n), shared_lhs)
   num_tiles = problem.batch * tiles_m * tiles_n * splits
   k_steps = tiles.cdiv(tiles.cdiv(problem.k, config.tile_k), splits)
+  if scheme is not None:
+    k_steps *= scheme.num_products
   sums = splits // cluster_k  # Of each element, that go through memory.
 
   cluster = shared_rhs * shared_lhs * cluster_k
@@ -150,6 +155,7 @@ def estimate(
     main += model.roles + model.team * (config.consumers - 1)
   if cluster > 1:
     main += model.cluster * cluster
+  needed = (*splitting, *needed)
   extra = _extra(problem, needed, sums, model)
   return Estimate(
       main + extra, num_tiles, per_sm, k_steps, memory > busy, sums, needed, loaded
@@ -271,6 +277,18 @@ def _wg_tile(config: Config) -> tuple[int, int]:
   return config.tile_m, config.tile_n
 
 
+def _splitting(problem: Problem, scheme: parts.Scheme) -> tuple[Pass, ...]:
+  """The passes that make the parts: each reads 4 bytes an element, and writes 2 a part.
+  """
+  return tuple(
+      ("splitting", operand, math.prod(shape) * (4 + 2 * count) // 2)
+      for operand, shape, count in (
+          ("lhs", problem.lhs_shape, scheme.lhs_parts),
+          ("rhs", problem.rhs_shape, scheme.rhs_parts),
+      )
+  )
+
+
 def _extra(
     problem: Problem, needed: tuple[Pass, ...], sums: int, model: Model
 ) -> float:
@@ -363,6 +381,11 @@ def estimate_xla(problem: Problem, device: Device) -> tuple[float, str] | None:
   """
   rate = device.matrix_tflops[problem.dtype] * 1e6
   busy, memory = problem.flops / rate, problem.num_bytes / (device.bandwidth_tbps * 1e6)
+  if parts.is_split(problem):
+    # cuBLAS in float32, or XLA's own three products.
+    time = 4.0 + _soft_max(busy / (0.47 if problem.algorithm == "bf16_x3" else 0.127),
+                           memory / 0.8)
+    return time, "no pass that splits the operands"
   if problem.dtype == "float32":
     aligned = problem.k % 4 == 0 and problem.n % 4 == 0 and problem.m % 4 == 0
     time = 4.0 + _soft_max(busy / (0.9 if aligned else 0.3), memory / 0.8)

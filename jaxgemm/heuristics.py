@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxgemm import cost_model
 from jaxgemm.device import Device
-from pallas_kernels import KERNELS, direct, persistent, tiles
+from pallas_kernels import KERNELS, direct, parts, persistent, tiles
 from pallas_kernels.exchange import MAX_CTAS
 from pallas_kernels.problem import (
   BlockedConfig,
@@ -106,6 +106,10 @@ _WORTH_SHARING = 4  # Candidates.
 
 
 def _configs(problem: Problem, device: Device) -> Iterator[tuple[str, Config]]:
+  if parts.is_split(problem):
+    for shape in (*_PERSISTENT_TILES, *_PING_PONG_TILES):
+      yield from _specialised(problem, problem, device, (*shape, False))
+    return
   tile_k = tiles.swizzle_elems(problem.dtype)
   k_steps = tiles.cdiv(problem.k, tile_k)
   promote = promotion(problem, k_steps)
@@ -147,7 +151,8 @@ def _specialised(
 ) -> Iterator[tuple[str, Config]]:
   """The warp-specialised configs of a tile of `product`: the problem, or transposed."""
   tile_m, tile_n, _, wg_dim, _ = shape
-  k_steps = tiles.cdiv(problem.k, tiles.swizzle_elems(problem.dtype))
+  tile_k = tiles.swizzle_elems(parts.product(problem).dtype)
+  k_steps = tiles.cdiv(problem.k, tile_k)
   if _wasteful(product, tile_m, tile_n):
     return
   like, num_tiles = _alike(problem), _num_tiles(product, tile_m, tile_n)
@@ -180,7 +185,8 @@ def _staged(
   """The config with as many stages as shared memory holds; `like`: see `_alike`."""
   tile_m, tile_n, consumers, wg_dim, swap = shape
   fields = dict(
-      tile_m=tile_m, tile_n=tile_n, tile_k=tiles.swizzle_elems(like.dtype),
+      tile_m=tile_m, tile_n=tile_n,
+      tile_k=tiles.swizzle_elems(parts.product(like).dtype),
       consumers=consumers, wg_dim=wg_dim, promote=promote, swap=swap,
   )
   kernel, config = KERNELS["persistent"], PersistentConfig(**fields, num_stages=0)
@@ -270,6 +276,8 @@ def promotion(problem: Problem, k_steps: int) -> int:
   quarter of a short sum, or four tiles of a long one, truncate less than the
   float32 sum around them rounds.
   """
+  if parts.is_split(problem):
+    return 1
   if problem.out_dtype != "float32" or problem.dtype == "float32":
     return 0
   return max(1, min(4, k_steps // 4))

@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxgemm import plan as plans
 from jaxgemm.device import Device, current_device
+from jaxgemm.precision import for_xla
 from jaxgemm.product import Product
 from jaxgemm.recording import record
 from pallas_kernels import compat
@@ -22,7 +23,7 @@ def xla_product(product: Product, lhs, rhs, c=None, *, cuda: bool) -> jax.Array:
   plain = product.alpha == 1.0 and c is None and out_dtype in (lhs.dtype, jnp.float32)
   out = lax.dot_general(
       lhs, rhs, dims.dimension_numbers,
-      precision=product.precision if cuda else _portable(product.precision),
+      precision=(for_xla if cuda else _portable)(product.precision),
       preferred_element_type=out_dtype if plain else jnp.float32,
       out_sharding=lax_out_sharding(product),
   )

@@ -13,7 +13,8 @@ from typing import Any
 
 from jaxgemm import heuristics, table, triton_heuristics, user_table
 from jaxgemm.device import Device, supported
-from pallas_kernels import KERNELS, triton
+from jaxgemm.precision import ERRORS
+from pallas_kernels import KERNELS, parts, triton
 from pallas_kernels.problem import Config, Problem
 
 IMPLEMENTATIONS = (*KERNELS, "xla")
@@ -40,7 +41,10 @@ class Plan:
 
   def __str__(self) -> str:
     config = "" if self.config is None else f" {self.config}"
-    return f"{self.problem}: {self.kernel}{config}\n  {self.source}: {self.reason}"
+    lines = [f"{self.problem}: {self.kernel}{config}"]
+    if self.kernel != "xla":
+      lines.append(f"{self.problem.algorithm}: {ERRORS[self.problem.algorithm]}")
+    return "\n  ".join((*lines, f"{self.source}: {self.reason}"))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -71,6 +75,9 @@ def make_plan(
   if implementation is not None:
     return _named(problem, device, implementation, config)
   if (reason := _why_none_runs(device)) is not None:
+    return Plan("xla", None, "fallback", reason, problem)
+  if parts.is_split(problem):
+    reason = f"the kernels of {problem.algorithm} have not run on a GPU yet"
     return Plan("xla", None, "fallback", reason, problem)
   for source, row in _rows(problem, device):
     return Plan(row.kernel, row.config, source, row.reason, problem)

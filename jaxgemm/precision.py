@@ -12,12 +12,42 @@ from typing import Any
 from jax import lax
 import jax.numpy as jnp
 
-from pallas_kernels.problem import ALGORITHM_OF_DTYPE, ALGORITHMS, OUT_DTYPES
+from pallas_kernels.problem import ALGORITHM_OF_DTYPE, OUT_DTYPES
 
-_PRESETS = {
-    "bf16_f32": lax.DotAlgorithmPreset.BF16_BF16_F32,
-    "f16_f32": lax.DotAlgorithmPreset.F16_F16_F32,
-    "tf32_f32": lax.DotAlgorithmPreset.TF32_TF32_F32,
+_Preset = lax.DotAlgorithmPreset
+
+# What is at least as accurate as XLA's product for the same preset. tf32_f32 has no
+# lower parts: a kernel of three TF32 products would be slower than bf16_x6 is.
+_OF_PRESET = {
+    "bfloat16": {_Preset.BF16_BF16_F32: "bf16_f32"},
+    "float16": {_Preset.F16_F16_F32: "f16_f32"},
+    "float32": {
+        _Preset.TF32_TF32_F32: "tf32_f32",
+        _Preset.TF32_TF32_F32_X3: "bf16_x6",
+        _Preset.BF16_BF16_F32_X3: "bf16_x3",
+        _Preset.BF16_BF16_F32_X6: "bf16_x6",
+        _Preset.BF16_BF16_F32_X9: "bf16_x9",
+        _Preset.F32_F32_F32: "bf16_x6",
+    },
+}
+_OF_PRECISION = {  # Of float32 operands; 16-bit ones are never rounded.
+    lax.Precision.DEFAULT: "tf32_f32",
+    lax.Precision.HIGH: "bf16_x3",
+    lax.Precision.HIGHEST: "bf16_x6",
+}
+# Presets of which XLA's own result is less accurate than they promise: TF32's accuracy
+# for nine products (JAX 0.11.2), 4e-6 at k = 4096 for six.
+_XLA_MISSES = (_Preset.BF16_BF16_F32_X6, _Preset.BF16_BF16_F32_X9)
+
+# What an algorithm computes, for `explain`: the error of a product of two elements,
+# relative to it; sums over k are rounded as float32 sums are.
+ERRORS = {
+    "bf16_f32": "products of bfloat16 are exact",
+    "f16_f32": "products of float16 are exact",
+    "tf32_f32": "operands rounded to TF32: 2**-11 each",
+    "bf16_x3": "three products of bfloat16 parts: 2**-16",
+    "bf16_x6": "six products of bfloat16 parts: 2**-22",
+    "bf16_x9": "nine products of bfloat16 parts: exact",
 }
 
 
@@ -44,25 +74,51 @@ def choose_algorithm(
     )
   if out_dtype not in OUT_DTYPES:
     return None, f"the result is {out_dtype}: the kernels store {', '.join(OUT_DTYPES)}"
-  algorithm = ALGORITHM_OF_DTYPE[lhs_dtype]
-  if not _is_exact_enough(algorithm, precision):
-    return None, (
-        f"precision {precision} asks of {lhs_dtype} operands what {algorithm} does not"
-        " compute"
-    )
+  algorithm = _algorithm(lhs_dtype, precision)
+  if algorithm is None:
+    return None, f"no kernel multiplies {lhs_dtype} operands at precision {precision}"
   return algorithm, ""
 
 
-def _is_exact_enough(algorithm: str, precision: Any) -> bool:
-  if precision in (None, lax.DotAlgorithmPreset.DEFAULT, _PRESETS[algorithm]):
-    return True
-  if isinstance(precision, lax.DotAlgorithmPreset):
-    return False
+def _algorithm(dtype: str, precision: Any) -> str | None:
   if isinstance(precision, lax.DotAlgorithm):
-    return algorithm != "tf32_f32" and precision == lax.DotAlgorithm(
-        lhs_precision_type=jnp.dtype(ALGORITHMS[algorithm]),
-        rhs_precision_type=jnp.dtype(ALGORITHMS[algorithm]),
-        accumulation_type=jnp.dtype("float32"),
-    )
-  # lax.Precision speaks of how operands are rounded: 16-bit ones never are.
-  return algorithm != "tf32_f32" or set(precision) == {lax.Precision.DEFAULT}
+    precision = _preset(precision)
+  if precision in (None, _Preset.DEFAULT):
+    return ALGORITHM_OF_DTYPE[dtype]
+  if isinstance(precision, _Preset):
+    return _OF_PRESET[dtype].get(precision)
+  if dtype != "float32":
+    return ALGORITHM_OF_DTYPE[dtype]
+  # As XLA does: the higher of the two counts for both.
+  return _OF_PRECISION[max(precision, key=list(_OF_PRECISION).index)]
+
+
+def _preset(algorithm: lax.DotAlgorithm) -> lax.DotAlgorithmPreset:
+  """The preset that an algorithm spells out; one that nobody serves if there is none."""
+  lhs, rhs, accumulation = (
+      jnp.dtype(dtype).name for dtype in (
+          algorithm.lhs_precision_type, algorithm.rhs_precision_type,
+          algorithm.accumulation_type,
+      )
+  )
+  known = {
+      ("bfloat16", 1): _Preset.BF16_BF16_F32,
+      ("bfloat16", 3): _Preset.BF16_BF16_F32_X3,
+      ("bfloat16", 6): _Preset.BF16_BF16_F32_X6,
+      ("bfloat16", 9): _Preset.BF16_BF16_F32_X9,
+      ("float16", 1): _Preset.F16_F16_F32,
+      ("float32", 1): _Preset.F32_F32_F32,
+  }
+  if lhs != rhs or accumulation != "float32":
+    return _Preset.F64_F64_F64
+  key = (lhs, algorithm.num_primitive_operations)
+  return known.get(key, _Preset.F64_F64_F64)
+
+
+def for_xla(precision: Any) -> Any:
+  """What to ask of XLA on an NVIDIA GPU, so that it computes no less than was asked."""
+  if isinstance(precision, lax.DotAlgorithm):
+    asked = _preset(precision)
+  else:
+    asked = precision
+  return (lax.Precision.HIGHEST,) * 2 if asked in _XLA_MISSES else precision

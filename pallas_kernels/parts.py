@@ -146,7 +146,9 @@ def check(problem: Problem, config: PersistentConfig) -> str | None:
   return None
 
 
-def split(lhs: jax.Array, rhs: jax.Array, problem: Problem) -> tuple[jax.Array, jax.Array]:
+def split(
+    lhs: jax.Array, rhs: jax.Array, problem: Problem
+) -> tuple[jax.Array, jax.Array]:
   """The parts of float32 operands [batch, ., .], each [batch * parts, ., .] bfloat16."""
   scheme = SCHEMES[problem.algorithm]
   return (

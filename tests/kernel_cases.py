@@ -155,3 +155,13 @@ def check(kernel: str, problem: Problem, config, *, seed=0, num_sms=4) -> None:
   assert result.dtype == problem.out_dtype
   error = reference.relative_error(result, truth(problem, operands))
   assert error <= 2 * baseline_error(problem, operands), (problem, config)
+
+
+def lowered(kernel: str, problem, config) -> str:
+  """The module text of the kernel for CUDA."""
+  shapes = [(problem.lhs_shape, problem.dtype), (problem.rhs_shape, problem.dtype)]
+  if problem.epilogue.has_c:
+    shapes.append((problem.out_shape, problem.epilogue.c_dtype))
+  operands = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in shapes]
+  launch = lambda *x: KERNELS[kernel].launch(x, problem, config, num_sms=132)
+  return jax.export.export(jax.jit(launch), platforms=["cuda"])(*operands).mlir_module()

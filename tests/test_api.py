@@ -232,12 +232,22 @@ _PRESET = lax.DotAlgorithmPreset
         ("float32", None, "tf32_f32"),
         ("float32", _DEFAULT, "tf32_f32"),
         ("float32", _PRESET.TF32_TF32_F32, "tf32_f32"),
-        ("float32", (lax.Precision.HIGH,) * 2, None),
-        ("float32", _HIGHEST, None),
-        ("float32", (lax.Precision.DEFAULT, lax.Precision.HIGHEST), None),
+        ("float32", (lax.Precision.HIGH,) * 2, "bf16_x3"),
+        ("float32", _HIGHEST, "bf16_x6"),
+        ("float32", (lax.Precision.DEFAULT, lax.Precision.HIGHEST), "bf16_x6"),
+        ("float32", (lax.Precision.HIGH, lax.Precision.DEFAULT), "bf16_x3"),
         ("float32", _PRESET.BF16_BF16_F32, None),
-        ("float32", _PRESET.TF32_TF32_F32_X3, None),
-        ("float32", _PRESET.F32_F32_F32, None),
+        ("float32", _PRESET.BF16_BF16_F32_X3, "bf16_x3"),
+        ("float32", _PRESET.BF16_BF16_F32_X6, "bf16_x6"),
+        ("float32", _PRESET.BF16_BF16_F32_X9, "bf16_x9"),
+        ("float32", _PRESET.TF32_TF32_F32_X3, "bf16_x6"),
+        ("float32", _PRESET.F32_F32_F32, "bf16_x6"),
+        ("float32", lax.DotAlgorithm(jnp.float32, jnp.float32, jnp.float32), "bf16_x6"),
+        ("float32", lax.DotAlgorithm(
+            jnp.bfloat16, jnp.bfloat16, jnp.float32, num_primitive_operations=3),
+         "bf16_x3"),
+        ("float32", lax.DotAlgorithm(jnp.bfloat16, jnp.bfloat16, jnp.float32), None),
+        ("float32", lax.DotAlgorithm(jnp.float64, jnp.float64, jnp.float64), None),
         ("float64", None, None),
         ("int8", None, None),
     ],
@@ -256,7 +266,7 @@ def test_float32_obeys_the_default_precision(rng):
   matmul = lambda x: jaxgemm.matmul(x, x)
   assert len(products(matmul, a)) == 1
   with jax.default_matmul_precision("highest"):
-    assert not products(matmul, a)
+    assert [p.algorithm for p in products(matmul, a)] == ["bf16_x6"]
     assert len(products(matmul, a.astype("bfloat16"))) == 1
 
 
@@ -276,6 +286,17 @@ def test_xla_gets_the_precision_as_it_is(rng):
   f = lambda a: jaxgemm.matmul(a, a, precision=("high", "highest"))
   text = jax.jit(jax.grad(lambda a: f(a).sum())).lower(a).as_text()
   assert "HIGHEST" in text and "HIGH," in text
+
+
+@pytest.mark.parametrize(
+    ("asked", "lowered"),
+    [("BF16_BF16_F32_X9", "HIGHEST"), ("BF16_BF16_F32_X6", "HIGHEST"),
+     ("BF16_BF16_F32_X3", "num_primitive_operations = 3")],
+)
+def test_xla_is_asked_for_more_where_it_gives_less(asked, lowered):
+  x = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+  f = jax.jit(lambda a, b: jaxgemm.matmul(a, b, precision=asked))
+  assert lowered in f.trace(x, x).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def test_mixed_dtypes_of_dot_general_go_to_xla(rng):
@@ -351,9 +372,11 @@ def test_named_kernels_that_cannot_serve():
     with pytest.raises(ValueError, match="lhs and rhs are int8"):
       x = a.astype("int8")
       jaxgemm.matmul(x, x, implementation="persistent")
-    with pytest.raises(ValueError, match="HIGHEST"):
+    with pytest.raises(ValueError, match="only persistent and split_k"):
       x = a.astype("float32")
-      jaxgemm.matmul(x, x, precision="highest", implementation="persistent")
+      jaxgemm.matmul(x, x, precision="highest", implementation="blocked")
+    with pytest.raises(ValueError, match="BF16_BF16_F32"):
+      jaxgemm.matmul(x, x, precision="BF16_BF16_F32", implementation="persistent")
     with pytest.raises(ValueError, match="lhs is bfloat16 and rhs float32"):
       numbers = (((1,), (0,)), ((), ()))
       jaxgemm.dot_general(

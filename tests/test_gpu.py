@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ import jaxgemm
 from jaxgemm import heuristics, reference
 from jaxgemm.device import current_device
 from pallas_kernels import MOSAIC_KERNELS as KERNELS
+from pallas_kernels import parts
 from pallas_kernels.problem import Epilogue
 from tests import kernel_cases
 from tests.kernel_cases import LAYOUTS, make_problem, small_config
@@ -279,3 +282,98 @@ def test_other_precisions_go_to_xla():
     assert jaxgemm.explain(a, a, precision=precision).kernel == "xla"
   exact = jaxgemm.matmul(a / 3, a / 3, precision="highest")
   np.testing.assert_allclose(exact, 256 / 9, rtol=1e-5)
+
+
+# -- float32 products of parts -----------------------------------------------------
+
+
+def _wide_range(rng, shape):
+  return rng.standard_normal(shape) * np.exp2(rng.uniform(-40, 40, shape))
+
+
+DRAWS = {
+    "normal": lambda rng, shape: rng.standard_normal(shape),
+    "uniform": lambda rng, shape: rng.random(shape),
+    "wide": _wide_range,
+    "subnormal": lambda rng, shape: rng.standard_normal(shape) * 2.0**-70,
+}
+
+
+def _errors(result, truth) -> tuple[float, float]:
+  """Of the whole, and the largest."""
+  apart = np.asarray(result).astype(np.float64) - truth
+  return (
+      float(np.linalg.norm(apart) / np.linalg.norm(truth)),
+      float(np.abs(apart).max() / np.abs(truth).max()),
+  )
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize("layouts", LAYOUTS)
+@pytest.mark.parametrize("size", [(512, 768, 4096), (133, 203, 1001), (64, 72, 65536)],
+                         ids=str)
+def test_six_products_are_as_exact_as_float32(size, layouts, draw):
+  """At most half as far again from the truth as XLA's float32 product."""
+  kernel, fields = ("split_k", dict(splits=8)) if size[2] > 9999 else ("persistent", {})
+  problem = dataclasses.replace(
+      make_problem(*size, layouts, "float32"), algorithm="bf16_x6"
+  )
+  rng = np.random.default_rng(1)
+  operands = [
+      jnp.asarray(DRAWS[draw](rng, shape), jnp.float32)
+      for shape in (problem.lhs_shape, problem.rhs_shape)
+  ]
+  truth = kernel_cases.truth(problem, operands)
+  lhs, rhs = (2 - "NT".index(layouts[0])), 1 + "NT".index(layouts[1])
+  xla = lax.dot_general(
+      *operands, (((lhs,), (rhs,)), ((0,), (0,))), precision="highest"
+  )
+  config = small_config(kernel, promote=1, **fields)
+  result = launch(kernel, problem, config, operands)
+  for ours, theirs in zip(_errors(result, truth), _errors(xla, truth), strict=True):
+    assert ours <= 1.5 * theirs, (ours, theirs)
+
+
+@pytest.mark.parametrize(("algorithm", "bound"), [("bf16_x3", 1e-5), ("bf16_x9", 2e-6)])
+@pytest.mark.parametrize("layouts", LAYOUTS)
+def test_parts(layouts, algorithm, bound):
+  for fields in ({}, dict(cluster_m=2), dict(wg_dim="tile", tile_n=64)):
+    config = small_config("persistent", promote=1, **fields)
+    for size in ((1000, 520, 2048), (70, 1001, 333)):
+      problem = dataclasses.replace(
+          make_problem(*size, layouts, "float32", batch=2), algorithm=algorithm
+      )
+      operands = kernel_cases.random_operands(problem)
+      result = launch("persistent", problem, config, operands)
+      truth = kernel_cases.truth(problem, operands)
+      assert reference.relative_error(result, truth) < bound
+
+
+def test_splits_are_exact_for_every_float32():
+  rng = np.random.default_rng(0)
+  bits = rng.integers(0, 2**32, size=1 << 20, dtype=np.uint64).astype(np.uint32)
+  x = bits.view(np.float32)
+  x = x[np.isfinite(x)][None, :, None]
+  problem = dataclasses.replace(
+      make_problem(x.shape[1], 1, 1, "NN", "float32"), algorithm="bf16_x6"
+  )
+  split, _ = jax.jit(lambda x: parts.split(x, x, problem))(jnp.asarray(x))
+  high, mid, low = np.asarray(split).astype(np.float64)
+  whole = high + mid / 2**8 + low / 2**16
+  assert np.all(np.abs(whole - x[0]) <= 2.0**-39 * np.abs(x[0].astype(np.float64)))
+
+
+@pytest.mark.parametrize("algorithm", ["bf16_x6", "bf16_x9"])
+def test_products_with_the_identity_are_exact(algorithm):
+  """Every float32, subnormal ones too, comes through the tensor cores."""
+  rng = np.random.default_rng(0)
+  bits = rng.integers(0, 2**32, size=256 * 256, dtype=np.uint64).astype(np.uint32)
+  x = bits.view(np.float32).reshape(1, 256, 256)
+  x = np.where(np.isfinite(x), x, 1.0)
+  problem = dataclasses.replace(
+      make_problem(256, 256, 256, "NN", "float32"), algorithm=algorithm
+  )
+  operands = jnp.asarray(x), jnp.eye(256, dtype=jnp.float32)[None]
+  result = launch("persistent", problem, small_config("persistent", promote=1), operands)
+  # The identity's lower parts are tiny, not zero.
+  np.testing.assert_allclose(np.asarray(result), x, rtol=2.0**-23, atol=2.0**-149)

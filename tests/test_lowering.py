@@ -6,15 +6,13 @@ interpret mode knows nothing of.
 
 from __future__ import annotations
 
-import jax
-import jax.numpy as jnp
 import pytest
 
 from jaxgemm import heuristics
 from jaxgemm.device import known_device
 from pallas_kernels import MOSAIC_KERNELS as KERNELS
 from pallas_kernels.problem import Epilogue
-from tests.kernel_cases import LAYOUTS, make_problem, small_config
+from tests.kernel_cases import LAYOUTS, lowered, make_problem, small_config
 
 H200 = known_device("NVIDIA H200")
 SIZES = [
@@ -31,16 +29,6 @@ SIZES = [
     (7, 9, 3),
     (2048, 2048, 24),
 ]
-
-
-def lowered(kernel: str, problem, config) -> str:
-  """The module text of the kernel for CUDA."""
-  shapes = [(problem.lhs_shape, problem.dtype), (problem.rhs_shape, problem.dtype)]
-  if problem.epilogue.has_c:
-    shapes.append((problem.out_shape, problem.epilogue.c_dtype))
-  operands = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in shapes]
-  launch = lambda *x: KERNELS[kernel].launch(x, problem, config, num_sms=H200.num_sms)
-  return jax.export.export(jax.jit(launch), platforms=["cuda"])(*operands).mlir_module()
 
 
 def own_candidates(problem) -> list[heuristics.Candidate]:

@@ -9,13 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgemm import reference
+import jaxgemm
+from jaxgemm import plan, reference
+from jaxgemm.device import known_device
 from pallas_kernels import KERNELS, compat, parts
 from pallas_kernels.problem import Epilogue, PersistentConfig, Problem, SplitKConfig
 from tests import kernel_cases
-from tests.kernel_cases import LAYOUTS, make_problem
+from tests.kernel_cases import LAYOUTS, lowered, make_problem
 
 # Of the parts that are left out, and of a float32 sum of a few hundred.
+H200 = known_device("NVIDIA H200")
 BOUNDS = {"bf16_x3": 1e-5, "bf16_x6": 3e-7, "bf16_x9": 2e-7}
 
 
@@ -141,3 +144,31 @@ def test_inf_and_nan_are_those_of_float32():
 )
 def test_supports_names_the_constraint(kernel, config, named):
   assert named in KERNELS[kernel].supports(problem_in_parts(256, 256, 256), config)
+
+
+@pytest.mark.parametrize("kernel", ["persistent", "split_k"])
+@pytest.mark.parametrize("layouts", LAYOUTS)
+def test_parts_lower(layouts, kernel):
+  """Split by one pass an operand, without a transposed copy of either."""
+  for size, algorithm in (((512, 768, 1024), "bf16_x6"), ((70, 101, 333), "bf16_x3")):
+    problem = problem_in_parts(*size, layouts, algorithm)
+    chosen = plan.make_plan(problem, H200, implementation=kernel)
+    text = lowered(kernel, problem, chosen.config)
+    assert f"jaxgemm_{kernel}" in text and "stablehlo.transpose" not in text
+
+
+@pytest.mark.parametrize(("precision", "bound"), [("high", 1e-5), ("highest", 3e-7)])
+def test_products_and_gradients_in_emulation(precision, bound, rng):
+  a, b = (rng.standard_normal(shape).astype(np.float32) for shape in ((72, 96), (96, 40)))
+  ct = rng.standard_normal((72, 40)).astype(np.float32)
+  f = lambda a, b: jaxgemm.matmul(
+      a, b, precision=precision, implementation="persistent"
+  )
+  with jaxgemm.emulate():
+    out, pull = jax.vjp(f, jnp.asarray(a), jnp.asarray(b))
+    results = out, *pull(jnp.asarray(ct))
+  wide = [x.astype(np.float64) for x in (a, b, ct)]
+  truths = wide[0] @ wide[1], wide[2] @ wide[1].T, wide[0].T @ wide[2]
+  for result, truth in zip(results, truths, strict=True):
+    assert result.dtype == jnp.float32
+    assert reference.relative_error(result, truth) < bound

@@ -269,6 +269,18 @@ def test_explain_folds_as_matmul_does(capsys):
   capsys.readouterr()
 
 
+def test_explain_says_how_exact_it_is(capsys):
+  with jaxgemm.target("NVIDIA H200"):
+    x = _shape(2048, 2048, dtype="float32")
+    chosen = jaxgemm.explain(x, x, precision="highest", implementation="persistent")
+  assert chosen.problem.algorithm == "bf16_x6" and "splitting" in chosen.reason
+  assert "bf16_x6: six products of bfloat16 parts: 2**-22" in capsys.readouterr().out
+  assert all(
+      KERNELS[c.kernel].supports(chosen.problem, c.config) is None
+      for c in heuristics.candidates(chosen.problem, H200) if c.kernel != "xla"
+  )
+
+
 def test_explain_says_why_xla(capsys):
   chosen = jaxgemm.explain(_shape(8, 8), _shape(8, 8), implementation="xla")
   assert chosen.kernel == "xla"
@@ -276,9 +288,10 @@ def test_explain_says_why_xla(capsys):
     chosen = jaxgemm.explain(_shape(8, 8, dtype="int8"), _shape(8, 8, dtype="int8"))
     assert "int8" in chosen.reason
     x = _shape(64, 64, dtype="float32")
-    assert "HIGHEST" in jaxgemm.explain(x, x, precision="highest").reason
-    with pytest.raises(ValueError, match="HIGHEST"):
-      jaxgemm.explain(x, x, precision="highest", implementation="blocked")
+    precision = "BF16_BF16_F32"
+    assert precision in jaxgemm.explain(x, x, precision=precision).reason
+    with pytest.raises(ValueError, match=precision):
+      jaxgemm.explain(x, x, precision=precision, implementation="blocked")
     chosen = jaxgemm.explain(x, jnp.ones((64, 8), "bfloat16"), implementation="blocked")
     assert chosen.problem.dtype == "float32"
   capsys.readouterr()
