@@ -41,6 +41,10 @@ _LAYOUTS = flags.DEFINE_list(
 _CLASSES = flags.DEFINE_list(
     "classes", None, "Classes of problems to keep; see experiments/suites.py."
 )
+_PRECISION = flags.DEFINE_enum(
+    "precision", "default", ["default", "high", "highest"],
+    "Precision of products of float32 operands, of XLA's as of ours.",
+)
 _PART = flags.DEFINE_string(
     "part", "1/1", "I/N: the I-th of N equal parts, for runs that must be short."
 )
@@ -122,6 +126,7 @@ def cases(platform: Platform) -> tuple[str, list[suites.Case]]:
   """Returns the suite's name and the cases that the flags ask for."""
   suite, found = _selected("gpu" if platform.on_gpu else "cpu")
   found = _part(suites.select(found, classes=_CLASSES.value))
+  found = [suites.at_precision(case, _PRECISION.value) for case in found]
   if not found:
     raise app.UsageError("no problem has these layouts, dtypes and classes")
   for case in found:

@@ -17,6 +17,7 @@ from jaxgemm.autotune.operands import operand_types
 from jaxgemm.autotune.operands import stored_shapes as stored_shapes
 from jaxgemm.device import Device
 from jaxgemm.plan import Plan, make_plan
+from jaxgemm.precision import asked_for
 from pallas_kernels.problem import Config, Problem
 
 # "xla" is lax.dot_general itself, the baseline; "auto" lets jaxgemm choose.
@@ -107,20 +108,32 @@ def make_candidate(
     problem, implementation: what to compute, and a member of IMPLEMENTATIONS.
     device: the device to plan for; None if the kernels do not know it.
     emulated: whether a CPU stands in for the device. Its XLA reads all bits of
-      float32 operands, the device's only those of TF32, so that the baseline then
-      rounds them first: kernels are held to the error of their own arithmetic.
+      float32 operands, the device's only those of TF32 or of two bfloat16 parts, so
+      that the baseline then rounds them first: kernels are held to the error of their
+      own arithmetic.
     config: the config of the named kernel; None lets jaxgemm choose.
   """
   numbers = dimension_numbers(problem)
   out_dtype = jnp.dtype(problem.out_dtype)
+  precision = asked_for(problem.algorithm)
+  if emulated and problem.algorithm == "bf16_x3":
+    precision = "high"  # A CPU does not know the preset.
 
   if implementation == "xla":
 
     @jax.jit
     def xla_product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+      def dot(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        return lax.dot_general(
+            lhs, rhs, numbers, precision=precision, preferred_element_type=out_dtype
+        )
+
       if emulated and problem.algorithm == "tf32_f32":
         lhs, rhs = (lax.reduce_precision(x, 8, 10) for x in (lhs, rhs))
-      return lax.dot_general(lhs, rhs, numbers, preferred_element_type=out_dtype)
+      if emulated and problem.algorithm == "bf16_x3":
+        (high, low), (rhs_high, rhs_low) = _halves(lhs), _halves(rhs)
+        return dot(high, rhs_low) + dot(low, rhs_high) + dot(high, rhs_high)
+      return dot(lhs, rhs)
 
     return Candidate(implementation, "xla", "xla", xla_product)
 
@@ -136,12 +149,19 @@ def make_candidate(
         lhs,
         rhs,
         numbers,
+        precision=precision,
         preferred_element_type=out_dtype,
         implementation=name,
         config=config,
     )
 
   return Candidate(implementation, describe(plan), plan.kernel, product)
+
+
+def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Returns x rounded to bfloat16, and what is left of it, rounded as well."""
+  high = lax.reduce_precision(x, 8, 7)
+  return high, lax.reduce_precision(x - high, 8, 7)
 
 
 def compiled(candidate: Candidate, problem: Problem) -> Candidate:

@@ -99,6 +99,15 @@ def make_case(
   return Case(name, classify(problem), problem)
 
 
+def at_precision(case: Case, precision: str) -> Case:
+  """Returns the case at a precision: it says something of float32 operands only."""
+  if case.problem.dtype != "float32" or precision == "default":
+    return case
+  algorithm = {"high": "bf16_x3", "highest": "bf16_x6"}[precision]
+  problem = dataclasses.replace(case.problem, algorithm=algorithm)
+  return dataclasses.replace(case, name=f"{case.name} {precision}", problem=problem)
+
+
 def demo_suite(on_gpu: bool) -> list[Case]:
   """Returns a first look: one or a few cases of each class.
 

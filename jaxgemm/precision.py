@@ -2,6 +2,30 @@
 
 A kernel's result must be at least as accurate as XLA's for the same `precision`;
 where no algorithm is, or where no kernel takes the dtypes, the answer is a reason.
+
+  algorithm  operands  products  error of one product  asked for as (float32 operands)
+  bf16_f32   bfloat16  1         none
+  f16_f32    float16   1         none
+  tf32_f32   float32   1         2**-10                default, TF32_TF32_F32
+  bf16_x3    float32   3         2**-16                high, BF16_BF16_F32_X3
+  bf16_x6    float32   6         2**-21                highest, F32_F32_F32,
+                                                       BF16_BF16_F32_X6,
+                                                       TF32_TF32_F32_X3
+  bf16_x9    float32   9         none                  BF16_BF16_F32_X9
+
+The error is relative, at most, before the sum over k: that is rounded as a float32 sum
+is, for float32 results and partial sums (`promote` of the configs); for 16-bit results
+the tensor cores' truncated sum is exact enough. The last rounding is to the result.
+
+What is not an ordinary number:
+
+  exponents  bf16_x3, bf16_x6, bf16_x9: all of float32; tf32_f32: float32's, of which
+             rounding may take the largest to inf; the others: those of their dtype
+  overflow   a sum beyond float32, or beyond the result's dtype, is inf
+  subnormal  operands count in every algorithm but tf32_f32, which may take them for 0;
+             results are rounded to them
+  inf, nan   as in float32; in products of parts inf * x may be nan, not inf, for
+             0 < |x| < 2**-93
 """
 
 from __future__ import annotations
@@ -46,7 +70,7 @@ ERRORS = {
     "f16_f32": "products of float16 are exact",
     "tf32_f32": "operands rounded to TF32: 2**-11 each",
     "bf16_x3": "three products of bfloat16 parts: 2**-16",
-    "bf16_x6": "six products of bfloat16 parts: 2**-22",
+    "bf16_x6": "six products of bfloat16 parts: 2**-21",
     "bf16_x9": "nine products of bfloat16 parts: exact",
 }
 
@@ -113,6 +137,18 @@ def _preset(algorithm: lax.DotAlgorithm) -> lax.DotAlgorithmPreset:
     return _Preset.F64_F64_F64
   key = (lhs, algorithm.num_primitive_operations)
   return known.get(key, _Preset.F64_F64_F64)
+
+
+def asked_for(algorithm: str) -> Any:
+  """The precision with which XLA computes a product like that of `algorithm`.
+
+  For nine products of parts that is float32: see `for_xla`.
+  """
+  if algorithm == "bf16_x3":
+    return _Preset.BF16_BF16_F32_X3
+  if algorithm in ("bf16_x6", "bf16_x9"):
+    return (lax.Precision.HIGHEST,) * 2
+  return (lax.Precision.DEFAULT,) * 2
 
 
 def for_xla(precision: Any) -> Any:

@@ -10,7 +10,7 @@ The product is the sum of some of the products of parts, grouped by scale:
 
   algorithm  products of parts (lhs, rhs)                              relative error
   bf16_x3    high high | high mid, mid near                            2**-16
-  bf16_x6    high high | high mid, mid high | high low, mid mid, low high    2**-22
+  bf16_x6    high high | high mid, mid high | high low, mid mid, low high    2**-21
   bf16_x9    as bf16_x6 | mid low, low mid | low low                   none
 
 (of one product of two elements; the sum over k is rounded as float32 sums are.) "near"

@@ -182,3 +182,15 @@ def test_flags_choose_cases():
 def test_flags_that_choose_nothing(argument):
   with pytest.raises(app.UsageError, match="part|no problem"):
     _cases("--suite=full", "--classes=deep", "--layouts=TT,NT", argument)
+
+
+@pytest.mark.parametrize(
+    "precision, algorithm",
+    [("default", "tf32_f32"), ("high", "bf16_x3"), ("highest", "bf16_x6")],
+)
+def test_precision_of_float32_cases(precision, algorithm):
+  single, half = (suites.make_case(64, 64, 64, dtype=d) for d in ("float32", "float16"))
+  found = suites.at_precision(single, precision)
+  assert found.problem.algorithm == algorithm
+  assert (found.name == single.name) == (precision == "default")
+  assert suites.at_precision(half, precision) == half

@@ -15,7 +15,6 @@ import os
 import zlib
 
 import jax
-from jax import lax
 
 from jaxgemm.autotune import timing
 from jaxgemm.autotune.gate import Gate, Product
@@ -23,9 +22,9 @@ from jaxgemm.autotune.operands import Inputs, make_inputs, operand_types
 from jaxgemm.contexts import current_target
 from jaxgemm.device import Device
 from jaxgemm.dims import Dims
+from jaxgemm.precision import asked_for
 from jaxgemm.primitive import bind
 from jaxgemm.product import Product as BoundProduct
-from pallas_kernels import compat
 from pallas_kernels.problem import Config, Problem
 
 _CHUNK = 192  # About so many programs are compiled before the first is timed.
@@ -107,7 +106,7 @@ def bound_product(problem: Problem, choice: Choice) -> BoundProduct:
       out_dtype=problem.out_dtype,
       algorithm=problem.algorithm,
       # The baseline is XLA's product as users get it, whatever the context says.
-      precision=compat.canonicalize_precision(lax.Precision.DEFAULT),
+      precision=asked_for(problem.algorithm),
       alpha=problem.epilogue.alpha,
       beta=problem.epilogue.beta,
       implementation=choice.kernel,
