@@ -107,9 +107,8 @@ def estimate(
 ) -> Estimate:
   """What the model expects of a config that serves the problem."""
   masked = kernel == direct.NAME or problem.n * problem.out_itemsize % 16 > 0
-  scheme, splitting = parts.SCHEMES.get(problem.algorithm), ()
-  if scheme is not None:
-    splitting = _splitting(problem, scheme)
+  splitting = _splitting(problem) if parts.is_split(problem) else ()
+  num_parts, num_products = parts.num_parts(problem), parts.num_products(problem)
   problem = _multiplied(problem, config)
   shared_rhs, shared_lhs = _multicast(config)
   splits = getattr(config, "splits", 1)
@@ -119,8 +118,7 @@ def estimate(
   tiles_n = tiles.round_up(tiles.cdiv(problem.n, config.tile_n), shared_lhs)
   num_tiles = problem.batch * tiles_m * tiles_n * splits
   k_steps = tiles.cdiv(tiles.cdiv(problem.k, config.tile_k), splits)
-  if scheme is not None:
-    k_steps *= scheme.num_products
+  k_steps *= num_products
   sums = splits // cluster_k  # Of each element, that go through memory.
 
   cluster = shared_rhs * shared_lhs * cluster_k
@@ -142,7 +140,8 @@ def estimate(
   )
   busy = _busy(
       problem, kernel, config, device, model, per_sm=per_sm, k_steps=k_steps, sums=sums,
-      masked=masked and sums == 1, supply=_supply(problem, config, model, costs, loaded),
+      masked=masked and sums == 1, steps_of_slot=num_products,
+      supply=_supply(problem, config, model, costs, loaded, num_parts / num_products),
   )
   memory = _memory(problem, device, model, memory_costs, tiles_m, tiles_n)
   memory *= 1 + model.apart * (1 - 1 / splits)
@@ -162,10 +161,13 @@ def estimate(
   )
 
 
-def _supply(problem: Problem, config: Config, model: Model, costs, loaded) -> float:
-  """Time to bring one k tile of both operands into shared memory.
+def _supply(
+    problem: Problem, config: Config, model: Model, costs, loaded, loads: float
+) -> float:
+  """Time to bring what one step multiplies into shared memory.
 
-  `costs` are those of `_row_costs`; `loaded` names what comes through registers.
+  `costs` are those of `_row_costs`; `loaded` names what comes through registers, and
+  `loads` says how often a step brings a k tile of both operands.
   """
   rows = config.tile_m  # Those beyond the last are not loaded, if lhs is k-major.
   if problem.lhs_layout == "k-major":
@@ -173,6 +175,7 @@ def _supply(problem: Problem, config: Config, model: Model, costs, loaded) -> fl
   shared_rhs, shared_lhs = _multicast(config)
   asked = rows * costs[0] / shared_lhs + config.tile_n * costs[1] / shared_rhs
   by_tma = max(asked, model.multicast * (rows + config.tile_n)) / model.l2_rate
+  by_tma *= loads
   valid = {"lhs": min(rows, problem.m), "rhs": min(config.tile_n, problem.n)}
   shifted = misaligned(problem, 16)
   by_loads = sum(
@@ -184,7 +187,8 @@ def _supply(problem: Problem, config: Config, model: Model, costs, loaded) -> fl
 
 def _busy(
     problem: Problem, kernel: str, config: Config, device: Device, model: Model, *,
-    per_sm: int, k_steps: int, sums: int, masked: bool, supply: float,
+    per_sm: int, k_steps: int, sums: int, masked: bool, steps_of_slot: int,
+    supply: float,
 ) -> float:
   """Time of the busiest SM for its tiles."""
   specialised = isinstance(config, PersistentConfig)
@@ -202,7 +206,7 @@ def _busy(
     if operand_tiles.ways(problem, (wg_m, wg_n))[1] == "chunks":
       matrix *= model.chunks
   # blocked has one slot, and loads nothing while it multiplies; direct asks for all.
-  ahead = max(getattr(config, "num_stages", 1) - 1, 0.5)
+  ahead = max(getattr(config, "num_stages", 1) - 1, 0.5) * steps_of_slot
   if kernel == direct.NAME:
     ahead = math.inf
   promotion = model.promotion / config.promote if config.promote else 0.0
@@ -277,15 +281,13 @@ def _wg_tile(config: Config) -> tuple[int, int]:
   return config.tile_m, config.tile_n
 
 
-def _splitting(problem: Problem, scheme: parts.Scheme) -> tuple[Pass, ...]:
+def _splitting(problem: Problem) -> tuple[Pass, ...]:
   """The passes that make the parts: each reads 4 bytes an element, and writes 2 a part.
   """
+  moved = 4 + 2 * parts.num_parts(problem)  # `_extra` reckons with as much again.
   return tuple(
-      ("splitting", operand, math.prod(shape) * (4 + 2 * count) // 2)
-      for operand, shape, count in (
-          ("lhs", problem.lhs_shape, scheme.lhs_parts),
-          ("rhs", problem.rhs_shape, scheme.rhs_parts),
-      )
+      ("splitting", operand, math.prod(shape) * moved // 2)
+      for operand, shape in (("lhs", problem.lhs_shape), ("rhs", problem.rhs_shape))
   )
 
 

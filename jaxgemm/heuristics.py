@@ -193,7 +193,7 @@ def _staged(
   if splits > 1:
     kernel = KERNELS["split_k"]
     config = SplitKConfig(**fields, num_stages=0, splits=splits, cluster_k=cluster_k)
-  slot = tiles.slot_bytes(like, tile_m, tile_n, config.tile_k)
+  slot = persistent.slot_bytes(like, config)
   stages = (tiles.SMEM_LIMIT_BYTES - kernel.smem_bytes(like, config)) // slot
   return dataclasses.replace(config, num_stages=min(_MAX_STAGES, stages))
 
@@ -223,6 +223,8 @@ def _multicasts(
     along_m = along_n = ()
     if crooked:
       along_m, along_n = (2, 4), (2, 4)
+    elif parts.is_split(problem):  # Each tile brings as many as there are parts.
+      along_m, along_n = (2,), (2,)
     elif config.tile_m * config.tile_n >= _BIG_TILE:
       along_m = (2,)
     if candidate.kernel == "split_k":

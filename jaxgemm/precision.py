@@ -7,8 +7,8 @@ where no algorithm is, or where no kernel takes the dtypes, the answer is a reas
   bf16_f32   bfloat16  1         none
   f16_f32    float16   1         none
   tf32_f32   float32   1         2**-10                default, TF32_TF32_F32
-  bf16_x3    float32   3         2**-16                high, BF16_BF16_F32_X3
-  bf16_x6    float32   6         2**-21                highest, F32_F32_F32,
+  bf16_x3    float32   3         2**-14                high, BF16_BF16_F32_X3
+  bf16_x6    float32   6         2**-23                highest, F32_F32_F32,
                                                        BF16_BF16_F32_X6,
                                                        TF32_TF32_F32_X3
   bf16_x9    float32   9         none                  BF16_BF16_F32_X9
@@ -21,11 +21,11 @@ What is not an ordinary number:
 
   exponents  bf16_x3, bf16_x6, bf16_x9: all of float32; tf32_f32: float32's, of which
              rounding may take the largest to inf; the others: those of their dtype
-  overflow   a sum beyond float32, or beyond the result's dtype, is inf
+  overflow   a sum beyond float32, or beyond the result's dtype, is inf; what else
+             products of parts do close to that, `pallas_kernels.parts` says
   subnormal  operands count in every algorithm but tf32_f32, which may take them for 0;
              results are rounded to them
-  inf, nan   as in float32; in products of parts inf * x may be nan, not inf, for
-             0 < |x| < 2**-93
+  inf, nan   as in float32
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ ERRORS = {
     "bf16_f32": "products of bfloat16 are exact",
     "f16_f32": "products of float16 are exact",
     "tf32_f32": "operands rounded to TF32: 2**-11 each",
-    "bf16_x3": "three products of bfloat16 parts: 2**-16",
-    "bf16_x6": "six products of bfloat16 parts: 2**-21",
+    "bf16_x3": "three products of bfloat16 parts: 2**-14",
+    "bf16_x6": "six products of bfloat16 parts: 2**-23",
     "bf16_x9": "nine products of bfloat16 parts: exact",
 }
 

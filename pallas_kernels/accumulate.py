@@ -25,6 +25,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
+from pallas_kernels import parts
+
 Ref = Any
 OTHER_REGISTERS = 32  # What a thread needs beside its sums.
 MAX_ACC_REGISTERS = 232 - OTHER_REGISTERS
@@ -32,58 +34,83 @@ WG_THREADS = 128
 
 
 def check(
-    wg_tile_m: int, wg_tile_n: int, promote: int, registers: int = MAX_ACC_REGISTERS
+    wg_tile_m: int, wg_tile_n: int, promote: int, registers: int = MAX_ACC_REGISTERS,
+    *, in_parts: bool = False,
 ) -> str | None:
   """Why a warpgroup cannot hold the sums of such a tile, or None."""
   if promote < 0:
     return f"promote={promote} must be a number of k tiles, or 0"
-  sums = 2 if promote else 1
+  sums, what = 1, "an accumulator"
+  if in_parts:
+    sums, what = 3, "an accumulator and the sums of large and of small products"
+  elif promote:
+    sums, what = 2, "an accumulator and a promoted sum"
   if sums * wg_tile_m * wg_tile_n // WG_THREADS > registers:
-    what = "an accumulator and a promoted sum" if promote else "an accumulator"
     return f"{what} of {wg_tile_m}x{wg_tile_n} a warpgroup exceeds its registers"
   return None
 
 
 def sum_over_k(
     multiply: Callable[[Ref, Any, Any], None], *, shape: tuple[int, int], k_steps: int,
-    promote: int, groups: Sequence[tuple[int, float]] | None = None,
+    promote: int,
 ):
   """Returns the sum [rows, cols] over `k_steps` k tiles, in registers.
 
   `multiply(acc, first, count)` adds the k tiles first .. first + count - 1 to the
-  wgmma accumulator `acc`. With `groups` of (count, scale), the sums of so many each
-  are promoted in turn, multiplied by their scale; k_steps is a multiple of them all.
+  wgmma accumulator `acc`.
   """
 
   def part(first, count):
-    def run(acc):
-      multiply(acc, first, count)
-      return lax.optimization_barrier(acc[...])
+    return _registers(lambda acc: multiply(acc, first, count), shape)
 
-    return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
-
-  zeros = lambda: plgpu.layout_cast(
-      jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA
-  )
-  if groups is not None:
-    steps = sum(count for count, _ in groups)
-
-    def add_groups(i, total):
-      first = i * steps
-      for count, scale in groups:
-        sums = part(first, count)
-        total = total + (sums if scale == 1.0 else sums * jnp.float32(scale))
-        first = first + count
-      return total
-
-    return lax.fori_loop(
-        jnp.int32(0), jnp.int32(k_steps // steps), add_groups, zeros()
-    )
   if not 0 < promote < k_steps:
     return part(jnp.int32(0), k_steps)
   rounds, rest = divmod(k_steps, promote)
   total = lax.fori_loop(
       jnp.int32(0), jnp.int32(rounds),
-      lambda i, total: total + part(i * promote, promote), zeros(),
+      lambda i, total: total + part(i * promote, promote), _zeros(shape),
   )
   return total + part(jnp.int32(rounds * promote), rest) if rest else total
+
+
+def sum_of_parts(
+    multiply: Callable[[Ref, Any, int], None], *, shape: tuple[int, int], k_steps: int,
+    groups: Sequence[parts.Group],
+):
+  """Returns the sum [rows, cols] over `k_steps` k tiles and all groups of products.
+
+  `multiply(acc, k_tile, index)` adds the products of group `index` to the wgmma
+  accumulator `acc`.
+  """
+  *smaller, _ = groups
+  largest = smaller[-1].scale
+
+  def add(k_tile, totals):
+    small, high = totals
+    for index, group in enumerate(smaller):
+      sums = _registers(lambda acc, index=index: multiply(acc, k_tile, index), shape)
+      if group.scale != largest:
+        sums = sums * jnp.float32(group.scale / largest)
+      small = small + sums
+    sums = _registers(lambda acc: multiply(acc, k_tile, len(smaller)), shape)
+    return small, high + sums
+
+  small, high = lax.fori_loop(
+      jnp.int32(0), jnp.int32(k_steps), add, (_zeros(shape), _zeros(shape))
+  )
+  finite = (small < jnp.inf) & (small > -jnp.inf)
+  return high + jnp.where(finite, small, 0.0) * jnp.float32(largest)
+
+
+def _registers(multiply: Callable[[Ref], None], shape: tuple[int, int]):
+  """What `multiply` leaves in a wgmma accumulator that was zero."""
+
+  def run(acc):
+    multiply(acc)
+    return lax.optimization_barrier(acc[...])
+
+  return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
+
+
+def _zeros(shape: tuple[int, int]):
+  return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)

@@ -21,7 +21,6 @@ class Call:
   """Operands and epilogue of one launch.
 
   Calling it runs `kernel(lhs_gmem, rhs_gmem, c_gmem, out_gmem, refs)`; see `run`.
-  `round`: in which order parts of the operands are multiplied, if they are.
   """
 
   result: Problem
@@ -29,7 +28,6 @@ class Call:
   epilogue: epilogues.Epilogue
   inputs: tuple[jax.Array, ...]
   interpret: Any
-  round: parts.Round | None = None
 
   def __call__(self, kernel: Callable[..., None], **kwargs) -> jax.Array:
     return run(
@@ -93,12 +91,9 @@ def make_call(
   """
   result = result or problem
   emulated = interpret is not None
-  lhs_and_rhs, num_parts, round = operands[:2], (1, 1), None
+  lhs_and_rhs, num_parts = operands[:2], parts.num_parts(result)
   if parts.is_split(result):
-    scheme = parts.SCHEMES[result.algorithm]
-    lhs_and_rhs = parts.split(*lhs_and_rhs, result)
-    num_parts = scheme.lhs_parts, scheme.rhs_parts
-    round = parts.round_of(result, config)
+    lhs_and_rhs = [parts.split(x, num_parts) for x in lhs_and_rhs]
   prepared = operand_tiles.prepare(
       *lhs_and_rhs, problem, config, wg_tile, emulated=emulated,
       by_registers=by_registers, num_parts=num_parts,
@@ -110,7 +105,7 @@ def make_call(
   inputs = [prepared.lhs, prepared.rhs]
   if epilogue.c is not None:
     inputs.append(epilogues.prepare_c(operands[2], problem))
-  return Call(result, prepared, epilogue, tuple(inputs), interpret, round)
+  return Call(result, prepared, epilogue, tuple(inputs), interpret)
 
 
 @functools.lru_cache(maxsize=1024)  # A plan asks for the same few again and again.

@@ -52,7 +52,8 @@ class Operand:
     batched: whether it has a batch dimension larger than one.
     mn, k: rows and columns (lhs, or transposed rhs) that the whole operand has.
     way: see the module's docstring.
-    num_parts: arrays in place of each one of the batch (see `parts`).
+    num_parts: arrays in place of each one of the batch; a slot has a tile of each
+      (see `parts`).
     emulated: whether every copy is a tiled one.
   """
 
@@ -72,8 +73,12 @@ class Operand:
   def num_copies(self) -> int:
     """Arrivals on the slot's barrier, one a copy, when a tile is brought."""
     if self.way == "chunks":
-      return self.tile_mn // tiles.swizzle_elems(self.dtype)
-    return len(self._boxes) if self.way == "flat" else 1
+      return self.num_parts * self._num_chunks
+    return self.num_parts * (len(self._boxes) if self.way == "flat" else 1)
+
+  @property
+  def _num_chunks(self) -> int:
+    return self.tile_mn // tiles.swizzle_elems(self.dtype)
 
   @property
   def _boxes(self) -> tuple[tuple[int, int], ...]:
@@ -83,13 +88,14 @@ class Operand:
     return tiles.instruction_columns(self.tile_mn)
 
   def slots(self, num_slots: int) -> Any:
-    """Scratch type of `num_slots` tiles in shared memory."""
+    """Scratch type of `num_slots` slots in shared memory, each a tile of each part."""
+    num_slots *= self.num_parts
     width = tiles.swizzle_elems(self.dtype)
     shape = {
         "flat": (num_slots, self.tile_mn, self.tile_k),
         "tiled": (num_slots, self.tile_k, self.tile_mn),
         "loads": (num_slots, *self._tile_as_stored()),
-        "chunks": (num_slots, self.num_copies, self.tile_k, width),
+        "chunks": (num_slots, self._num_chunks, self.tile_k, width),
     }[self.way]
     transforms = tiles.swizzled(self.dtype)
     tiled = plgpu.SMEM(shape, jnp.dtype(self.dtype), transforms=transforms)
@@ -102,7 +108,7 @@ class Operand:
       self, gmem: Ref, slots: Ref, slot, barrier: Ref, *, batch, mn, k, part=0,
       collective_axes=None, cluster: int = 1,
   ) -> None:
-    """Starts the copies of the tile at element (mn, k); they arrive on `barrier`.
+    """Starts the copies of a part of the tile at (mn, k); they arrive on `barrier`.
 
     With `collective_axes` the `cluster` CTAs along them load a part each, for all.
     """
@@ -113,6 +119,7 @@ class Operand:
       return
     slots = self._views(slots)[0]
     batch = (batch if self.batched else 0) * self.num_parts + part
+    slot = slot * self.num_parts + part
 
     def copy(dst, rows, cols):
       plgpu.copy_gmem_to_smem(
@@ -122,7 +129,7 @@ class Operand:
 
     if self.way == "chunks":
       width = tiles.swizzle_elems(self.dtype)
-      for i in range(self.num_copies):
+      for i in range(self._num_chunks):
         copy(slots.at[slot, i], (k, self.tile_k), (mn + i * width, width))
     elif self.way == "tiled":
       copy(slots.at[slot], (k, self.tile_k), (mn, self.tile_mn))
@@ -156,9 +163,10 @@ class Operand:
       return tuple((start, width) for start in range(0, size, width))
     return ((0, size),) if self.is_lhs else tiles.instruction_columns(size)
 
-  def view(self, slots: Ref, slot, start, size: int) -> Ref:
+  def view(self, slots: Ref, slot, start, size: int, part: int = 0) -> Ref:
     """`size` of mn from `start` on, as wgmma wants it: [mn, k] of lhs, [k, mn] of rhs.
     """
+    slot = slot * self.num_parts + part
     slots = self._views(slots)[1]
     part = slice(None) if size == self.tile_mn else pl.ds(start, size)
     if self.k_major:
@@ -255,7 +263,7 @@ class Prepared:
 
 def prepare(
     lhs: jax.Array, rhs: jax.Array, problem: Problem, config, wg_tile: tuple[int, int],
-    *, emulated: bool, by_registers: bool = False, num_parts: tuple[int, int] = (1, 1),
+    *, emulated: bool, by_registers: bool = False, num_parts: int = 1,
 ) -> Prepared:
   """Brings two operands into a form that TMA and wgmma read.
 
@@ -272,7 +280,7 @@ def prepare(
     wg_tile: rows and columns of the result that one warpgroup multiplies.
     emulated: whether the kernel runs in the emulator.
     by_registers: whether all operands come through registers, on the chip.
-    num_parts: arrays in place of each one of the batch, of lhs and of rhs.
+    num_parts: arrays in place of each one of the batch.
   """
   if problem.dtype == "float32":
     lhs, rhs = _round_to_tf32(lhs), _round_to_tf32(rhs)
@@ -303,7 +311,7 @@ def prepare(
     found.append(
         Operand(
             is_lhs, k_major, tile_mn, config.tile_k, dtype, several and batched, mn,
-            problem.k, its_way, emulated, num_parts[0 if is_lhs else 1],
+            problem.k, its_way, emulated, num_parts,
         )
     )
   return Prepared(*arrays, *found)
@@ -311,7 +319,7 @@ def prepare(
 
 def multiply(
     acc: Ref, prepared: Prepared, slots: tuple[Ref, Ref], slot, *, lhs_start=0,
-    rhs_start=0,
+    rhs_start=0, parts: tuple[int, int] = (0, 0),
 ) -> int:
   """acc += the product of a slot of lhs and one of rhs, from the given rows on.
 
@@ -329,7 +337,7 @@ def multiply(
       ]
       plgpu.wgmma(
           part,
-          lhs.view(slots[0], slot, lhs_start + first_row, num_rows),
-          rhs.view(slots[1], slot, rhs_start + first_col, num_cols),
+          lhs.view(slots[0], slot, lhs_start + first_row, num_rows, parts[0]),
+          rhs.view(slots[1], slot, rhs_start + first_col, num_cols, parts[1]),
       )
   return len(row_parts) * len(col_parts)

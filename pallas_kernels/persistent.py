@@ -36,7 +36,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from pallas_kernels import accumulate, calls, parts, tiles
+from pallas_kernels import accumulate, calls, operand_tiles, parts, tiles
 from pallas_kernels import ring as rings
 from pallas_kernels.exchange import Exchange
 from pallas_kernels.problem import PersistentConfig, Problem
@@ -99,7 +99,10 @@ def check_config(problem: Problem, config: PersistentConfig) -> str | None:
       or tiles.check_tile(
           product, config.tile_m, config.tile_n, config.tile_k, most_n=MAX_TILE_N
       )
-      or accumulate.check(wg_m, wg_n, config.promote, registers(config))
+      or accumulate.check(
+          wg_m, wg_n, config.promote, registers(config),
+          in_parts=parts.is_split(problem),
+      )
       or _check_wg_n(product, wg_n)
       or tiles.check_smem(smem_bytes(problem, config))
   )
@@ -156,13 +159,19 @@ def supports(problem: Problem, config: PersistentConfig) -> str | None:
 
 def smem_bytes(problem: Problem, config: PersistentConfig) -> int:
   """Shared memory of one CTA: the ring, the staging slots, the barriers."""
-  ring = config.num_stages * tiles.slot_bytes(
-      multiplied(problem, config), config.tile_m, config.tile_n, config.tile_k
-  )
+  ring = config.num_stages * slot_bytes(problem, config)
   epilogue = calls.epilogue_bytes(
       problem, wg_tile(config)[1], config.consumers, config.swap
   )
   return ring + epilogue + tiles.BARRIER_BYTES
+
+
+def slot_bytes(problem: Problem, config: PersistentConfig) -> int:
+  """Shared memory of one slot of the ring."""
+  return tiles.slot_bytes(
+      multiplied(problem, config), config.tile_m, config.tile_n, config.tile_k,
+      parts.num_parts(problem),
+  )
 
 
 def registers(config: PersistentConfig) -> int:
@@ -186,15 +195,15 @@ def num_producers(config: PersistentConfig) -> int:
 
 
 def make_ring(
-    call: calls.Call, config: PersistentConfig, k_steps: int
+    prepared: operand_tiles.Prepared, config: PersistentConfig, k_steps: int
 ) -> rings.Ring:
   axis, teams = ("cluster",), num_teams(config)
   return rings.Ring(
-      call.prepared, config.num_stages, config.consumers // teams, teams, k_steps,
+      prepared, config.num_stages, config.consumers // teams, teams, k_steps,
       num_producers(config),
       lhs_axes=axis if config.cluster_n > 1 else (),
       rhs_axes=axis if config.cluster_m > 1 else (),
-      cluster=config.cluster_m * config.cluster_n, round=call.round,
+      cluster=config.cluster_m * config.cluster_n,
   )
 
 
@@ -209,7 +218,7 @@ def launch(
   )
   return run(
       call, multiplied(problem, config), config, name=NAME, num_sms=num_sms,
-      k_tiles=tiles.cdiv(problem.k, config.tile_k),
+      k_steps=tiles.cdiv(problem.k, config.tile_k),
   )
 
 
@@ -220,21 +229,19 @@ def swapped(operands, config: PersistentConfig):
 
 def run(
     call: calls.Call, problem: Problem, config: PersistentConfig, *, name: str,
-    num_sms: int, k_tiles: int, copies: int = 1,
+    num_sms: int, k_steps: int, copies: int = 1,
     operand_origin: Callable[..., Any] = lambda batch: (batch, 0),
     exchange: Exchange | None = None,
 ) -> jax.Array:
-  """Runs the schedule: `k_tiles` k tiles for each tile of each result.
+  """Runs the schedule: `k_steps` k tiles for each tile of each result.
 
   Split-k asks for `copies` results a product, maps the index of a result to the
   (batch, k) at which its operands begin, and may have the CTAs of a cluster
   `exchange` their sums.
   """
   wg_tile_shape = wg_tile(config)
-  k_steps, groups = k_tiles, None
-  if call.round is not None:
-    k_steps, groups = call.round.num_steps(k_tiles), call.round.groups
-  ring, epilogue = make_ring(call, config, k_steps), call.epilogue
+  ring, epilogue = make_ring(call.prepared, config, k_steps), call.epilogue
+  groups = parts.GROUPS.get(call.result.algorithm)
   teams = num_teams(config)
   grid = ClusterGrid.of(problem, config, num_sms=num_sms, copies=copies)
 
@@ -265,16 +272,27 @@ def run(
         local = first + turn * teams
         index, m, n = grid.locate(local)
 
+        starts = dict(lhs_start=share.row, rhs_start=share.col)
+
         def multiply(acc, first, count):
           ring.consume(
-              acc, refs, first_step=local * k_steps + first, num_steps=count,
-              lhs_start=share.row, rhs_start=share.col,
+              acc, refs, first_step=local * k_steps + first, num_steps=count, **starts
           )
 
-        acc = accumulate.sum_over_k(
-            multiply, shape=wg_tile_shape, k_steps=k_steps, promote=config.promote,
-            groups=groups,
-        )
+        def multiply_group(acc, k_step, index):
+          ring.consume_parts(
+              acc, refs, step=local * k_steps + k_step, pairs=groups[index].pairs,
+              is_first=index == 0, is_last=index == len(groups) - 1, **starts,
+          )
+
+        if groups is None:
+          acc = accumulate.sum_over_k(
+              multiply, shape=wg_tile_shape, k_steps=k_steps, promote=config.promote
+          )
+        else:
+          acc = accumulate.sum_of_parts(
+              multiply_group, shape=wg_tile_shape, k_steps=k_steps, groups=groups
+          )
 
         def store(sums, col):
           epilogue.store(

@@ -27,7 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import operand_tiles, parts
+from pallas_kernels import operand_tiles
 
 # What a thread keeps, by the number of consumers: all CTA's threads share 64 K.
 PRODUCER_REGISTERS = {1: 40, 2: 40, 3: 32}
@@ -48,8 +48,6 @@ class Ring:
     num_producers: warpgroups that load, see the module's docstring.
     lhs_axes, rhs_axes: cluster axes over which a copy is multicast.
     cluster: CTAs along them.
-    round: in which order parts of the operands are multiplied, or None: `k_steps` are
-      then not k tiles, but steps of rounds (see `parts`).
   """
 
   prepared: operand_tiles.Prepared
@@ -61,7 +59,6 @@ class Ring:
   lhs_axes: tuple[str, ...] = ()
   rhs_axes: tuple[str, ...] = ()
   cluster: int = 1
-  round: parts.Round | None = None
 
   @property
   def lhs(self) -> operand_tiles.Operand:
@@ -99,23 +96,6 @@ class Ring:
       index = index + team * self.num_stages
     return barriers.at[index]
 
-  def _place(self, step):
-    """(k tile, part of lhs, part of rhs) of a step of a tile."""
-    if self.round is None:
-      return step, 0, 0
-    steps = self.round.steps
-    turn = lax.div(step, jnp.int32(len(steps)))
-    within = lax.rem(step, jnp.int32(len(steps)))
-
-    def look_up(column):
-      """Two bits of a word for each step."""
-      word = sum(values[column] << (2 * i) for i, values in enumerate(steps))
-      word = jnp.int32(word - (1 << 32) if word >> 31 else word)
-      shifted = lax.shift_right_logical(word, 2 * within)
-      return lax.bitwise_and(shifted, jnp.int32(3))
-
-    return turn * self.round.k_tiles + look_up(0), look_up(1), look_up(2)
-
   def produce(self, lhs_gmem, rhs_gmem, refs, *, producer, local, batch, m, n, k):
     """Loads the share of one producer of the `local`-th tile of this CTA.
 
@@ -134,19 +114,19 @@ class Ring:
       def _wait_until_read():
         plgpu.barrier_wait(self._barrier(refs["empty"], step - self.num_stages))
 
-      k_tile, lhs_part, rhs_part = self._place(i)
-      at = dict(batch=batch, k=k + k_tile * tile_k)
+      at = dict(batch=batch, k=k + i * tile_k)
       full = self._barrier(refs["full"], step)
       loads = [
-          (self.lhs, lhs_gmem, refs["lhs_slots"], m, lhs_part, self.lhs_axes),
-          (self.rhs, rhs_gmem, refs["rhs_slots"], n, rhs_part, self.rhs_axes),
+          (self.lhs, lhs_gmem, refs["lhs_slots"], m, self.lhs_axes),
+          (self.rhs, rhs_gmem, refs["rhs_slots"], n, self.rhs_axes),
       ]
       # What TMA copies is under way while registers load the rest.
-      for operand, gmem, slots, mn, part, axes in sorted(
+      for operand, gmem, slots, mn, axes in sorted(
           loads, key=lambda load: load[0].way == "loads"
       ):
         shared = dict(collective_axes=axes, cluster=self.cluster) if axes else {}
-        operand.load(gmem, slots, slot, full, mn=mn, part=part, **at, **shared)
+        for part in range(operand.num_parts):
+          operand.load(gmem, slots, slot, full, mn=mn, part=part, **at, **shared)
 
     count = lax.div(self.k_steps - first + turns - 1, turns)
     lax.fori_loop(jnp.int32(0), count, load, None)
@@ -173,6 +153,25 @@ class Ring:
     lax.fori_loop(jnp.int32(0), jnp.int32(num_steps), multiply, None)
     plgpu.wgmma_wait(0)
     plgpu.barrier_arrive(self._barrier(refs["empty"], first_step + num_steps - 1))
+
+  def consume_parts(
+      self, acc, refs, *, step, pairs, is_first, is_last, lhs_start, rhs_start
+  ):
+    """acc += the products of some pairs of parts of one slot; see `parts`.
+
+    The first of a slot's calls waits until it is full, the last lets it go.
+    """
+    if is_first:
+      plgpu.barrier_wait(self._barrier(refs["full"], step))
+    slots = refs["lhs_slots"], refs["rhs_slots"]
+    for pair in pairs:
+      operand_tiles.multiply(
+          acc, self.prepared, slots, self._slot(step), lhs_start=lhs_start,
+          rhs_start=rhs_start, parts=pair,
+      )
+    plgpu.wgmma_wait(0)
+    if is_last:
+      plgpu.barrier_arrive(self._barrier(refs["empty"], step))
 
   def drain(self, refs, *, producer, total_steps):
     """A producer's last act: waits until every slot that it filled has been read.

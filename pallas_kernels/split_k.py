@@ -132,9 +132,7 @@ def _multiply(operands, problem, config, num_sms, interpret) -> jax.Array:
       result=stored,
       stored_cols=exchange.share_cols if exchange else None,
   )
-  k_tiles = tiles.cdiv(tiles.cdiv(problem.k, config.tile_k), config.splits)
-  if call.round is not None:  # A round must not take k tiles of the next part.
-    k_tiles = tiles.round_up(k_tiles, call.round.k_tiles)
+  k_steps = tiles.cdiv(tiles.cdiv(problem.k, config.tile_k), config.splits)
   sums = config.splits // config.cluster_k
 
   def operand_origin(index):
@@ -143,10 +141,10 @@ def _multiply(operands, problem, config, num_sms, interpret) -> jax.Array:
     split = (index - batch * sums) * config.cluster_k
     if config.cluster_k > 1:
       split = split + lax.axis_index("cluster")
-    return batch, split * k_tiles * config.tile_k
+    return batch, split * k_steps * config.tile_k
 
   return persistent.run(
-      call, product, config, name=NAME, num_sms=num_sms, k_tiles=k_tiles,
+      call, product, config, name=NAME, num_sms=num_sms, k_steps=k_steps,
       copies=sums, operand_origin=operand_origin, exchange=exchange,
   )
 

@@ -164,9 +164,11 @@ def check_smem(smem_bytes: int) -> str | None:
   return None
 
 
-def slot_bytes(problem: Problem, tile_m: int, tile_n: int, tile_k: int) -> int:
-  """Shared memory of one slot of the ring: a tile of lhs and one of rhs."""
-  return (
+def slot_bytes(
+    problem: Problem, tile_m: int, tile_n: int, tile_k: int, num_parts: int = 1
+) -> int:
+  """Shared memory of one slot of the ring: a tile of lhs and of rhs, of each part."""
+  return num_parts * (
       round_up(tile_m * tile_k * problem.itemsize, 1024)
       + round_up(tile_n * tile_k * problem.itemsize, 1024)
   )

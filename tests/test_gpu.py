@@ -314,7 +314,9 @@ def _errors(result, truth) -> tuple[float, float]:
                          ids=str)
 def test_six_products_are_as_exact_as_float32(size, layouts, draw):
   """At most half as far again from the truth as XLA's float32 product."""
-  kernel, fields = ("split_k", dict(splits=8)) if size[2] > 9999 else ("persistent", {})
+  kernel, fields = "persistent", {}
+  if size[2] > 9999:
+    kernel, fields = "split_k", dict(splits=8, tile_n=64)
   problem = dataclasses.replace(
       make_problem(*size, layouts, "float32"), algorithm="bf16_x6"
   )
@@ -328,17 +330,17 @@ def test_six_products_are_as_exact_as_float32(size, layouts, draw):
   xla = lax.dot_general(
       *operands, (((lhs,), (rhs,)), ((0,), (0,))), precision="highest"
   )
-  config = small_config(kernel, promote=1, **fields)
+  config = small_config(kernel, promote=1, num_stages=2, **fields)
   result = launch(kernel, problem, config, operands)
   for ours, theirs in zip(_errors(result, truth), _errors(xla, truth), strict=True):
     assert ours <= 1.5 * theirs, (ours, theirs)
 
 
-@pytest.mark.parametrize(("algorithm", "bound"), [("bf16_x3", 1e-5), ("bf16_x9", 2e-6)])
+@pytest.mark.parametrize(("algorithm", "bound"), [("bf16_x3", 6e-6), ("bf16_x9", 1e-6)])
 @pytest.mark.parametrize("layouts", LAYOUTS)
 def test_parts(layouts, algorithm, bound):
   for fields in ({}, dict(cluster_m=2), dict(wg_dim="tile", tile_n=64)):
-    config = small_config("persistent", promote=1, **fields)
+    config = small_config("persistent", promote=1, num_stages=2, **fields)
     for size in ((1000, 520, 2048), (70, 1001, 333)):
       problem = dataclasses.replace(
           make_problem(*size, layouts, "float32", batch=2), algorithm=algorithm
@@ -354,13 +356,10 @@ def test_splits_are_exact_for_every_float32():
   bits = rng.integers(0, 2**32, size=1 << 20, dtype=np.uint64).astype(np.uint32)
   x = bits.view(np.float32)
   x = x[np.isfinite(x)][None, :, None]
-  problem = dataclasses.replace(
-      make_problem(x.shape[1], 1, 1, "NN", "float32"), algorithm="bf16_x6"
-  )
-  split, _ = jax.jit(lambda x: parts.split(x, x, problem))(jnp.asarray(x))
+  split = jax.jit(lambda x: parts.split(x, 3))(jnp.asarray(x))
   high, mid, low = np.asarray(split).astype(np.float64)
   whole = high + mid / 2**8 + low / 2**16
-  assert np.all(np.abs(whole - x[0]) <= 2.0**-39 * np.abs(x[0].astype(np.float64)))
+  np.testing.assert_array_equal(whole, x[0].astype(np.float64))
 
 
 @pytest.mark.parametrize("algorithm", ["bf16_x6", "bf16_x9"])
@@ -374,6 +373,6 @@ def test_products_with_the_identity_are_exact(algorithm):
       make_problem(256, 256, 256, "NN", "float32"), algorithm=algorithm
   )
   operands = jnp.asarray(x), jnp.eye(256, dtype=jnp.float32)[None]
-  result = launch("persistent", problem, small_config("persistent", promote=1), operands)
-  # The identity's lower parts are tiny, not zero.
-  np.testing.assert_allclose(np.asarray(result), x, rtol=2.0**-23, atol=2.0**-149)
+  config = small_config("persistent", promote=1, num_stages=2)
+  result = launch("persistent", problem, config, operands)
+  np.testing.assert_array_equal(np.asarray(result), x)
