@@ -368,6 +368,8 @@ def _pass_over(problem: Problem, shape, k_major: bool, way: str) -> str | None:
   """What `operand_tiles.prepare` does to an operand before the kernel, or None."""
   if problem.dtype == "float32":
     return "rounding" if k_major else "rounding and transposing"
+  if tiles.reads_k_major_only(problem.dtype) and not k_major:
+    return "transposing"
   padded = operand_tiles.needs_padding(*shape[1:], problem.dtype, way)
   return "padding" if padded else None
 

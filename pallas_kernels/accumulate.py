@@ -52,23 +52,23 @@ def check(
 
 def sum_over_k(
     multiply: Callable[[Ref, Any, Any], None], *, shape: tuple[int, int], k_steps: int,
-    promote: int,
+    promote: int, dtype: str = "float32",
 ):
   """Returns the sum [rows, cols] over `k_steps` k tiles, in registers.
 
   `multiply(acc, first, count)` adds the k tiles first .. first + count - 1 to the
-  wgmma accumulator `acc`.
+  wgmma accumulator `acc`, of dtype `dtype`.
   """
 
   def part(first, count):
-    return _registers(lambda acc: multiply(acc, first, count), shape)
+    return _registers(lambda acc: multiply(acc, first, count), shape, dtype)
 
   if not 0 < promote < k_steps:
     return part(jnp.int32(0), k_steps)
   rounds, rest = divmod(k_steps, promote)
   total = lax.fori_loop(
       jnp.int32(0), jnp.int32(rounds),
-      lambda i, total: total + part(i * promote, promote), _zeros(shape),
+      lambda i, total: total + part(i * promote, promote), _zeros(shape, dtype),
   )
   return total + part(jnp.int32(rounds * promote), rest) if rest else total
 
@@ -102,15 +102,17 @@ def sum_of_parts(
   return high + jnp.where(finite, small, 0.0) * jnp.float32(largest)
 
 
-def _registers(multiply: Callable[[Ref], None], shape: tuple[int, int]):
+def _registers(
+    multiply: Callable[[Ref], None], shape: tuple[int, int], dtype: str = "float32"
+):
   """What `multiply` leaves in a wgmma accumulator that was zero."""
 
   def run(acc):
     multiply(acc)
     return lax.optimization_barrier(acc[...])
 
-  return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
+  return pl.run_scoped(run, plgpu.ACC(shape, jnp.dtype(dtype)))
 
 
-def _zeros(shape: tuple[int, int]):
-  return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+def _zeros(shape: tuple[int, int], dtype: str = "float32"):
+  return plgpu.layout_cast(jnp.zeros(shape, jnp.dtype(dtype)), plgpu.Layout.WGMMA)

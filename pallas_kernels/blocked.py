@@ -80,6 +80,7 @@ def launch(
     acc = accumulate.sum_over_k(
         _multiply, shape=(config.tile_m, config.tile_n),
         k_steps=tiles.cdiv(problem.k, config.tile_k), promote=config.promote,
+        dtype=problem.acc_dtype,
     )
     call.epilogue.store(
         acc, out_gmem, c_gmem, refs, wg=0, batch=batch, row=m, col=n

@@ -268,10 +268,9 @@ def prepare(
   """Brings two operands into a form that TMA and wgmma read.
 
   Operands with strides that TMA cannot take are padded; other 16-bit operands
-  are passed on as they are. float32 operands take one pass of their own, in
-  which XLA fuses what each of them needs: wgmma drops the mantissa bits that
-  TF32 lacks, so they are rounded first (dropping them would cost 2.6 times the
-  error), and it reads TF32 k-major only, so any other layout is transposed.
+  are passed on as they are. wgmma reads others k-major only, so that any other layout
+  is transposed. float32 operands are rounded in the same pass: wgmma drops the mantissa
+  bits that TF32 lacks (dropping them would cost 2.6 times the error).
 
   Args:
     lhs, rhs: [batch, ., .] as the problem stores them.
@@ -284,6 +283,7 @@ def prepare(
   """
   if problem.dtype == "float32":
     lhs, rhs = _round_to_tf32(lhs), _round_to_tf32(rhs)
+  if tiles.reads_k_major_only(problem.dtype):
     if problem.lhs_layout != "k-major":
       lhs = lax.transpose(lhs, (0, 2, 1))
     if problem.rhs_layout != "k-major":

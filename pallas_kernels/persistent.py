@@ -287,7 +287,8 @@ def run(
 
         if groups is None:
           acc = accumulate.sum_over_k(
-              multiply, shape=wg_tile_shape, k_steps=k_steps, promote=config.promote
+              multiply, shape=wg_tile_shape, k_steps=k_steps, promote=config.promote,
+              dtype=problem.acc_dtype,
           )
         else:
           acc = accumulate.sum_of_parts(

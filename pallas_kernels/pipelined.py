@@ -101,7 +101,7 @@ def launch(
 
     acc = accumulate.sum_over_k(
         _pipeline, shape=(config.tile_m, config.tile_n), k_steps=k_steps,
-        promote=config.promote,
+        promote=config.promote, dtype=problem.acc_dtype,
     )
     call.epilogue.store(
         acc, out_gmem, c_gmem, refs, wg=0, batch=batch, row=m, col=n

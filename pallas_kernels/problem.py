@@ -19,10 +19,12 @@ import jax.numpy as jnp
 LhsLayout = Literal["k-major", "m-major"]
 RhsLayout = Literal["n-major", "k-major"]
 
-# How the products are formed. The accumulator is float32 in each of them.
+# How the products are formed. The accumulator is float32 but where it is int32.
 #   bf16_f32, f16_f32: exact products of 16-bit operands.
 #   tf32_f32: float32 operands, of which the tensor core reads 10 mantissa bits.
 #   bf16_x3, bf16_x6, bf16_x9: float32 operands in bfloat16 parts: see `parts`.
+#   e4m3_f32, e5m2_f32: exact products of 8-bit floating-point operands.
+#   i8_i32: exact, sums of int32 included, which wrap.
 ALGORITHMS = {
     "bf16_f32": "bfloat16",
     "f16_f32": "float16",
@@ -30,12 +32,15 @@ ALGORITHMS = {
     "bf16_x3": "float32",
     "bf16_x6": "float32",
     "bf16_x9": "float32",
+    "e4m3_f32": "float8_e4m3fn",
+    "e5m2_f32": "float8_e5m2",
+    "i8_i32": "int8",
 }
 # At JAX's default precision.
 ALGORITHM_OF_DTYPE = {
     "bfloat16": "bf16_f32", "float16": "f16_f32", "float32": "tf32_f32",
 }
-OUT_DTYPES = ("float32", "bfloat16", "float16")
+OUT_DTYPES = ("float32", "bfloat16", "float16")  # int8 operands have int32 alone.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,6 +130,11 @@ class Problem:
   @property
   def out_shape(self) -> tuple[int, int, int]:
     return (self.batch, self.m, self.n)
+
+  @property
+  def acc_dtype(self) -> str:
+    """Dtype of the sums, by name."""
+    return "int32" if self.dtype == "int8" else "float32"
 
   @functools.cached_property
   def transposed(self) -> Problem:

@@ -54,6 +54,8 @@ def supports(problem: Problem, config: SplitKConfig) -> str | None:
     )
   if config.cluster_k > 1 and config.cluster != config.cluster_k:
     return f"cluster_k={config.cluster_k} excludes cluster_m and cluster_n"
+  if problem.acc_dtype != "float32":
+    return f"split_k adds float32 sums, not those of {problem.dtype} operands"
   if config.wg_dim == "tile":
     return "wg_dim=tile: a CTA of split_k rarely has a second tile to multiply"
   return (

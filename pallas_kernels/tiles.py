@@ -133,9 +133,14 @@ def instruction_columns(cols: int) -> tuple[tuple[int, int], ...]:
   return (0, first), (first, cols - first)
 
 
+def reads_k_major_only(dtype: str) -> bool:
+  """Whether wgmma reads such operands k-major only: all but those of 16 bits."""
+  return jnp.dtype(dtype).itemsize != 2
+
+
 def reads_rhs_k_major(problem: Problem) -> bool:
-  """Whether the kernel sees rhs k-major (see `operand_tiles.prepare` for float32)."""
-  return problem.rhs_layout == "k-major" or problem.dtype == "float32"
+  """Whether the kernel sees rhs k-major (`operand_tiles.prepare` may transpose it)."""
+  return problem.rhs_layout == "k-major" or reads_k_major_only(problem.dtype)
 
 
 def rhs_step(problem: Problem) -> int:
@@ -150,7 +155,12 @@ def check_problem(problem: Problem) -> str | None:
     return f"operands of dtype {problem.dtype}: want one of {sorted(ALGORITHMS.values())}"
   if ALGORITHMS.get(problem.algorithm) != problem.dtype:
     return f"algorithm {problem.algorithm} does not take {problem.dtype} operands"
-  if problem.out_dtype not in OUT_DTYPES:
+  if problem.dtype == "int8":
+    if problem.out_dtype != "int32":
+      return f"result of dtype {problem.out_dtype}: int8 operands have one of int32"
+    if problem.epilogue.alpha != 1.0 or problem.epilogue.has_c:
+      return "int8 operands have no epilogue"
+  elif problem.out_dtype not in OUT_DTYPES:
     return f"result of dtype {problem.out_dtype}: want one of {list(OUT_DTYPES)}"
   for name in ("batch", "m", "n", "k"):
     if not 1 <= getattr(problem, name) < 2**31:

@@ -10,7 +10,7 @@ import numpy as np
 from jaxgemm import reference
 from pallas_kernels import KERNELS, MOSAIC_KERNELS, compat
 from pallas_kernels.problem import (
-  ALGORITHM_OF_DTYPE,
+  ALGORITHMS,
   BlockedConfig,
   DirectConfig,
   PersistentConfig,
@@ -37,15 +37,14 @@ KERNELS_AND_DTYPES = [
 
 def make_problem(m, n, k, layouts="NN", dtype="bfloat16", **fields) -> Problem:
   fields.setdefault("out_dtype", dtype)
-  return Problem(
-      m, n, k, dtype=dtype, algorithm=ALGORITHM_OF_DTYPE[dtype], **LAYOUTS[layouts],
-      **fields,
-  )
+  first = next(name for name, operands in ALGORITHMS.items() if operands == dtype)
+  fields.setdefault("algorithm", first)
+  return Problem(m, n, k, dtype=dtype, **LAYOUTS[layouts], **fields)
 
 
 def small_config(kernel: str, dtype="bfloat16", **fields):
   """A config with which a few hundred rows and columns are several tiles."""
-  tile_k = 32 if dtype == "float32" else 64
+  tile_k = 128 // jnp.dtype(dtype).itemsize
   config = {
       "blocked": BlockedConfig(128, 128, tile_k),
       "direct": DirectConfig(64, 64, tile_k),
@@ -96,7 +95,10 @@ def random_operands(problem: Problem, seed: int = 0) -> tuple[jax.Array, ...]:
   specs = [(problem.lhs_shape, problem.dtype), (problem.rhs_shape, problem.dtype)]
   if problem.epilogue.has_c:
     specs.append((problem.out_shape, problem.epilogue.c_dtype))
-  return tuple(jnp.asarray(rng.standard_normal(shape), dtype) for shape, dtype in specs)
+  draw = rng.standard_normal
+  if problem.dtype == "int8":
+    draw = lambda shape: rng.integers(-128, 128, shape)
+  return tuple(jnp.asarray(draw(shape), dtype) for shape, dtype in specs)
 
 
 def truth(problem: Problem, operands) -> np.ndarray:

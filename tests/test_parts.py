@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,8 +21,7 @@ BOUNDS = {"bf16_x3": 6e-6, "bf16_x6": 3e-7, "bf16_x9": 2e-7}
 
 
 def problem_in_parts(m, n, k, layouts="NN", algorithm="bf16_x6", **fields) -> Problem:
-  problem = make_problem(m, n, k, layouts, "float32", **fields)
-  return dataclasses.replace(problem, algorithm=algorithm)
+  return make_problem(m, n, k, layouts, "float32", algorithm=algorithm, **fields)
 
 
 def emulated(problem, config, operands, kernel="persistent") -> np.ndarray:
