@@ -39,10 +39,15 @@ def check(kernel, problem, config):
 
 @pytest.mark.parametrize("dtype", OUT)
 @pytest.mark.parametrize("layouts", LAYOUTS)
-@pytest.mark.parametrize("kernel", ["blocked", "pipelined", "persistent"])
-def test_layouts(kernel, layouts, dtype):
-  for size in ((128, 128, 256), (133, 203, 141)):
-    check(kernel, eight_bits(*size, layouts, dtype), small_config(kernel, dtype))
+def test_layouts(layouts, dtype):
+  problem = eight_bits(133, 203, 141, layouts, dtype)
+  check("persistent", problem, small_config("persistent", dtype))
+
+
+@pytest.mark.parametrize("dtype", OUT)
+@pytest.mark.parametrize("kernel", ["blocked", "pipelined"])
+def test_simpler_kernels(kernel, dtype):
+  check(kernel, eight_bits(128, 128, 256, "NT", dtype), small_config(kernel, dtype))
 
 
 @pytest.mark.parametrize(
@@ -51,6 +56,7 @@ def test_layouts(kernel, layouts, dtype):
      dict(tile_n=208, num_stages=2)],
     ids=str,
 )
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", OUT)
 def test_configs(dtype, fields):
   problem = eight_bits(264, 272, 400, "NN", dtype, batch=2)

@@ -47,6 +47,7 @@ def small(**fields) -> PersistentConfig:
   return PersistentConfig(**{**dict(tile_n=128, num_stages=2, promote=1), **fields})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", parts.GROUPS)
 @pytest.mark.parametrize("layouts", LAYOUTS)
 def test_layouts(layouts, algorithm):
