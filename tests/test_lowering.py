@@ -42,17 +42,21 @@ def own_candidates(problem) -> list[heuristics.Candidate]:
     [*((layouts, "bfloat16") for layouts in LAYOUTS), ("NN", "float32")],
 )
 def test_every_candidate_lowers(layouts, dtype):
-  """Each kind of config that the heuristics weigh for any of the sizes, once."""
-  first_problem = {}
+  """Each tile and each way to work on one that the heuristics weigh for any size."""
+  seen, first = set(), []
   for size in SIZES:
     problem = make_problem(*size, layouts, dtype)
     for candidate in own_candidates(problem):
       # Splits and stages are numbers of loops, not another program.
-      shape = {**vars(candidate.config), "splits": None, "num_stages": None}
-      key = (candidate.kernel, *shape.items())
-      first_problem.setdefault(key, (problem, candidate))
-  assert len(first_problem) > 20
-  for problem, candidate in first_problem.values():
+      fields = {**vars(candidate.config), "splits": None, "num_stages": None}
+      names = ("tile_m", "tile_n", "consumers", "wg_dim", "swap")
+      tile = tuple(fields.pop(name, None) for name in names)
+      kinds = {(candidate.kernel, *tile), (candidate.kernel, *fields.items())}
+      if kinds - seen:
+        first.append((problem, candidate))
+        seen |= kinds
+  assert len(first) > 20
+  for problem, candidate in first:
     text = lowered(candidate.kernel, problem, candidate.config)
     assert f"jaxgemm_{candidate.kernel}" in text
 
