@@ -121,6 +121,7 @@ def launch(
       def group(i, _, count=held):
         _load(first + i * held, count)
         _multiply_slots(acc, jnp.int32(0), count)
+        plgpu.commit_smem()  # A barrier: other warps may still read the slots.
 
       lax.fori_loop(jnp.int32(0), jnp.int32(groups), group, None)
       if rest:
