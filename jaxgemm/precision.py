@@ -106,7 +106,7 @@ def choose_algorithm(
 
 def _algorithm(dtype: str, precision: Any) -> str | None:
   if isinstance(precision, lax.DotAlgorithm):
-    precision = _preset(precision)
+    return _OF_PRESET[dtype].get(_preset(precision))
   if precision in (None, _Preset.DEFAULT):
     return ALGORITHM_OF_DTYPE[dtype]
   if isinstance(precision, _Preset):
@@ -117,8 +117,8 @@ def _algorithm(dtype: str, precision: Any) -> str | None:
   return _OF_PRECISION[max(precision, key=list(_OF_PRECISION).index)]
 
 
-def _preset(algorithm: lax.DotAlgorithm) -> lax.DotAlgorithmPreset:
-  """The preset that an algorithm spells out; one that nobody serves if there is none."""
+def _preset(algorithm: lax.DotAlgorithm) -> lax.DotAlgorithmPreset | None:
+  """The preset that an algorithm spells out, if there is one of float32 sums."""
   lhs, rhs, accumulation = (
       jnp.dtype(dtype).name for dtype in (
           algorithm.lhs_precision_type, algorithm.rhs_precision_type,
@@ -134,9 +134,8 @@ def _preset(algorithm: lax.DotAlgorithm) -> lax.DotAlgorithmPreset:
       ("float32", 1): _Preset.F32_F32_F32,
   }
   if lhs != rhs or accumulation != "float32":
-    return _Preset.F64_F64_F64
-  key = (lhs, algorithm.num_primitive_operations)
-  return known.get(key, _Preset.F64_F64_F64)
+    return None
+  return known.get((lhs, algorithm.num_primitive_operations))
 
 
 def asked_for(algorithm: str) -> Any:

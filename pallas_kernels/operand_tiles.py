@@ -168,11 +168,11 @@ class Operand:
     """
     slot = slot * self.num_parts + part
     slots = self._views(slots)[1]
-    part = slice(None) if size == self.tile_mn else pl.ds(start, size)
+    span = slice(None) if size == self.tile_mn else pl.ds(start, size)
     if self.k_major:
-      ref = slots.at[slot, part]
+      ref = slots.at[slot, span]
     elif self.way in ("tiled", "loads"):
-      ref = slots.at[slot, :, part]
+      ref = slots.at[slot, :, span]
     else:  # One chunk.
       assert size == tiles.swizzle_elems(self.dtype)
       ref = slots.at[slot, lax.div(jnp.int32(start), jnp.int32(size))]

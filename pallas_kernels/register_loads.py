@@ -23,7 +23,9 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import arith
+
+from pallas_kernels.integers import const64, i32, i32_type, i64, i64_address
 
 WG_THREADS = 128
 CHUNK = 8  # Elements of 16 bits that a thread stores at once: 16 bytes.
@@ -56,28 +58,28 @@ class RegisterLoads:
   def _start(self, source, first_row, row, col, place):
     """Starts the loads of one chunk of the tile."""
     per_row = self.tile_cols // CHUNK
-    tile_row = arith.divui(place, _i32(per_row))
-    chunk = arith.remui(place, _i32(per_row))
-    column = arith.addi(col, arith.muli(chunk, _i32(CHUNK)))
+    tile_row = arith.divui(place, i32(per_row))
+    chunk = arith.remui(place, i32(per_row))
+    column = arith.addi(col, arith.muli(chunk, i32(CHUNK)))
     # Elements of the chunk that the array has; none of a row that it has not.
-    valid = arith.minsi(arith.subi(_i32(self.cols), column), _i32(CHUNK))
+    valid = arith.minsi(arith.subi(i32(self.cols), column), i32(CHUNK))
     inside = arith.cmpi(
-        arith.CmpIPredicate.slt, arith.addi(row, tile_row), _i32(self.rows)
+        arith.CmpIPredicate.slt, arith.addi(row, tile_row), i32(self.rows)
     )
-    valid = arith.select(inside, arith.maxsi(valid, _i32(0)), _i32(0))
+    valid = arith.select(inside, arith.maxsi(valid, i32(0)), i32(0))
     element = arith.addi(
-        arith.muli(arith.addi(first_row, _i64(tile_row)), _const64(self.cols)),
-        _i64(column),
+        arith.muli(arith.addi(first_row, i64(tile_row)), const64(self.cols)),
+        i64(column),
     )
-    address = arith.addi(source, arith.shli(element, _const64(1)))
-    shift = arith.andi(arith.trunci(_i32_type(), address), _i32(15))  # Bytes.
-    aligned = arith.andi(address, _const64(-16))
-    some = arith.cmpi(arith.CmpIPredicate.sgt, valid, _i32(0))
-    end = arith.addi(shift, arith.muli(valid, _i32(2)))
-    more = arith.cmpi(arith.CmpIPredicate.sgt, end, _i32(16))
+    address = arith.addi(source, arith.shli(element, const64(1)))
+    shift = arith.andi(arith.trunci(i32_type(), address), i32(15))  # Bytes.
+    aligned = arith.andi(address, const64(-16))
+    some = arith.cmpi(arith.CmpIPredicate.sgt, valid, i32(0))
+    end = arith.addi(shift, arith.muli(valid, i32(2)))
+    more = arith.cmpi(arith.CmpIPredicate.sgt, end, i32(16))
     words = _load_16_bytes(aligned, some)
     if not self.aligned:
-      words += _load_16_bytes(arith.addi(aligned, _const64(16)), more)
+      words += _load_16_bytes(arith.addi(aligned, const64(16)), more)
     return words, shift, valid, tile_row, chunk
 
   def _finish(self, started, target) -> None:
@@ -87,17 +89,17 @@ class RegisterLoads:
       words = _shifted(words, shift, valid)
     # Blocks of 8 rows x 128 bytes, in which row r has its 16-byte units XORed with r.
     per_block = 64 // CHUNK
-    in_block = arith.remui(tile_row, _i32(8))
+    in_block = arith.remui(tile_row, i32(8))
     block = arith.addi(
         arith.muli(
-            arith.divui(tile_row, _i32(8)), _i32(self.tile_cols // 64)
+            arith.divui(tile_row, i32(8)), i32(self.tile_cols // 64)
         ),
-        arith.divui(chunk, _i32(per_block)),
+        arith.divui(chunk, i32(per_block)),
     )
-    unit = arith.xori(arith.remui(chunk, _i32(per_block)), in_block)
+    unit = arith.xori(arith.remui(chunk, i32(per_block)), in_block)
     offset = arith.addi(
-        arith.muli(block, _i32(1024)),
-        arith.addi(arith.muli(in_block, _i32(128)), arith.muli(unit, _i32(16))),
+        arith.muli(block, i32(1024)),
+        arith.addi(arith.muli(in_block, i32(128)), arith.muli(unit, i32(16))),
     )
     address = mgpu.utils.getelementptr(
         target, [offset], ir.IntegerType.get_signless(8)
@@ -126,19 +128,19 @@ def load(
   @plgpu.inline_mgpu(arg_types=(*types, *[_SCALAR] * len(places)))
   def run(_, *args):
     refs, places = args[:len(types)], [x.registers.item() for x in args[len(types):]]
-    thread = arith.remui(mgpu.utils.thread_idx(), _i32(WG_THREADS))
+    thread = arith.remui(mgpu.utils.thread_idx(), i32(WG_THREADS))
     chunks = []
     for i, loads in enumerate(all_loads):
-      source = _i64_address(mgpu.utils.memref_ptr(refs[2 * i]))
+      source = i64_address(mgpu.utils.memref_ptr(refs[2 * i]))
       target = mgpu.utils.memref_ptr(refs[2 * i + 1])
       batch, row, col = places[3 * i : 3 * i + 3]
-      first_row = arith.addi(arith.muli(_i64(batch), _const64(loads.rows)), _i64(row))
+      first_row = arith.addi(arith.muli(i64(batch), const64(loads.rows)), i64(row))
       for place in range(0, loads.tile_rows * loads.tile_cols // CHUNK, WG_THREADS):
         chunks.append((loads, source, first_row, row, col, place, target))
     for first in range(0, len(chunks), at_once):
       started = [
           (loads, target, loads._start(
-              source, first_row, row, col, arith.addi(thread, _i32(place))
+              source, first_row, row, col, arith.addi(thread, i32(place))
           ))
           for loads, source, first_row, row, col, place, target
           in chunks[first : first + at_once]
@@ -157,12 +159,12 @@ def _shifted(words: list[ir.Value], shift, valid) -> list[ir.Value]:
     words = [
         arith.select(apart, words[i + step], words[i]) for i in range(len(words) - step)
     ]
-  bits = arith.shli(arith.andi(shift, _i32(2)), _i32(3))
+  bits = arith.shli(arith.andi(shift, i32(2)), i32(3))
   words = [_funnel_shift(words[i], words[i + 1], bits) for i in range(CHUNK // 2)]
   for i in range(CHUNK // 2):
-    left, half = arith.subi(valid, _i32(2 * i)), arith.andi(words[i], _i32(0xFFFF))
+    left, half = arith.subi(valid, i32(2 * i)), arith.andi(words[i], i32(0xFFFF))
     word = arith.select(_at_least(left, 2), words[i], half)
-    words[i] = arith.select(_at_least(left, 1), word, _i32(0))
+    words[i] = arith.select(_at_least(left, 1), word, i32(0))
   return words
 
 
@@ -172,7 +174,7 @@ def _load_16_bytes(address, predicate) -> list[ir.Value]:
       "{ .reg .pred p; setp.ne.b32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0;"
       " mov.b32 $2, 0; mov.b32 $3, 0;"
       " @p ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4]; }",
-      address, arith.extui(_i32_type(), predicate), result_types=[_i32_type()] * 4,
+      address, arith.extui(i32_type(), predicate), result_types=[i32_type()] * 4,
       has_side_effects=True,
   )
   return list(words)
@@ -180,35 +182,15 @@ def _load_16_bytes(address, predicate) -> list[ir.Value]:
 
 def _funnel_shift(low, high, bits):
   return mgpu.utils.inline_ptx(
-      "shf.r.wrap.b32 $0, $1, $2, $3;", low, high, bits, result_types=_i32_type()
+      "shf.r.wrap.b32 $0, $1, $2, $3;", low, high, bits, result_types=i32_type()
   )
 
 
 def _is_set(value, bit: int):
   return arith.cmpi(
-      arith.CmpIPredicate.ne, arith.andi(value, _i32(bit)), _i32(0)
+      arith.CmpIPredicate.ne, arith.andi(value, i32(bit)), i32(0)
   )
 
 
 def _at_least(value, least: int):
-  return arith.cmpi(arith.CmpIPredicate.sge, value, _i32(least))
-
-
-def _i32_type():
-  return ir.IntegerType.get_signless(32)
-
-
-def _i32(value: int) -> ir.Value:
-  return arith.constant(_i32_type(), value)
-
-
-def _const64(value: int) -> ir.Value:
-  return arith.constant(ir.IntegerType.get_signless(64), value)
-
-
-def _i64(value) -> ir.Value:
-  return arith.extsi(ir.IntegerType.get_signless(64), value)
-
-
-def _i64_address(pointer) -> ir.Value:
-  return llvm.ptrtoint(ir.IntegerType.get_signless(64), pointer)
+  return arith.cmpi(arith.CmpIPredicate.sge, value, i32(least))

@@ -19,7 +19,9 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import arith
+
+from pallas_kernels.integers import const64, i32, i32_type, i64, i64_address
 
 WG_THREADS = 128
 MAX_BYTES = 16  # That a thread stores at once.
@@ -53,12 +55,12 @@ def store(piece, slot: Ref, out_gmem: Ref, row, col) -> None:
     )
     mgpu.utils.warpgroup_barrier()
     per_row = cols // width
-    thread = arith.remui(mgpu.utils.thread_idx(), _i32(WG_THREADS))
-    first_row = arith.divui(thread, _i32(per_row))
-    lane_col = arith.muli(arith.remui(thread, _i32(per_row)), _i32(width))
-    start = arith.addi(arith.muli(first_row, _i32(pitch)), lane_col)
+    thread = arith.remui(mgpu.utils.thread_idx(), i32(WG_THREADS))
+    first_row = arith.divui(thread, i32(per_row))
+    lane_col = arith.muli(arith.remui(thread, i32(per_row)), i32(width))
+    start = arith.addi(arith.muli(first_row, i32(pitch)), lane_col)
     slot_address = mgpu.utils.getelementptr(
-        mgpu.utils.memref_ptr(slot), [arith.muli(start, _i32(itemsize))],
+        mgpu.utils.memref_ptr(slot), [arith.muli(start, i32(itemsize))],
         ir.IntegerType.get_signless(8),
     )
     step = WG_THREADS // per_row  # Rows that the warpgroup writes at once.
@@ -66,15 +68,15 @@ def store(piece, slot: Ref, out_gmem: Ref, row, col) -> None:
         words.load(slot_address, i * step * pitch * itemsize) for i in range(rows // step)
     ]
     out_row, out_col = arith.addi(row, first_row), arith.addi(col, lane_col)
-    element = arith.addi(arith.muli(_i64(out_row), _const64(num_cols)), _i64(out_col))
+    element = arith.addi(arith.muli(i64(out_row), const64(num_cols)), i64(out_col))
     address = arith.addi(
-        llvm.ptrtoint(_i64_type(), mgpu.utils.memref_ptr(out)),
-        arith.muli(element, _const64(itemsize)),
+        i64_address(mgpu.utils.memref_ptr(out)),
+        arith.muli(element, const64(itemsize)),
     )
-    in_cols = arith.cmpi(arith.CmpIPredicate.slt, out_col, _i32(num_cols))
-    left = arith.select(in_cols, arith.subi(_i32(num_rows), out_row), _i32(0))
+    in_cols = arith.cmpi(arith.CmpIPredicate.slt, out_col, i32(num_cols))
+    left = arith.select(in_cols, arith.subi(i32(num_rows), out_row), i32(0))
     for i, values in enumerate(found):
-      inside = arith.cmpi(arith.CmpIPredicate.sgt, left, _i32(i * step))
+      inside = arith.cmpi(arith.CmpIPredicate.sgt, left, i32(i * step))
       words.store(address, i * step * num_cols * itemsize, values, inside)
 
   write(piece, slot, out_gmem, jnp.int32(row), jnp.int32(col))
@@ -106,30 +108,14 @@ class _Words:
     return list(words)
 
   def store(self, address, offset: int, words: list[ir.Value], inside) -> None:
-    address = arith.addi(address, _const64(offset))
+    address = arith.addi(address, const64(offset))
     mgpu.utils.inline_ptx(
         f"{{ .reg .pred p; setp.ne.b32 p, $1, 0; @p st.global.{self.kind} [$0],"
         f" {self._names(2)}; }}",
-        address, arith.extui(ir.IntegerType.get_signless(32), inside), *words,
+        address, arith.extui(i32_type(), inside), *words,
         has_side_effects=True,
     )
 
   def _names(self, first: int) -> str:
     names = ", ".join(f"${first + i}" for i in range(self.count))
     return f"{{{names}}}" if self.count > 1 else names
-
-
-def _i64_type():
-  return ir.IntegerType.get_signless(64)
-
-
-def _i32(value: int) -> ir.Value:
-  return arith.constant(ir.IntegerType.get_signless(32), value)
-
-
-def _const64(value: int) -> ir.Value:
-  return arith.constant(_i64_type(), value)
-
-
-def _i64(value) -> ir.Value:
-  return arith.extsi(_i64_type(), value)
