@@ -166,6 +166,8 @@ def _selected(platform: str) -> tuple[str, list[suites.Case]]:
     found = suites.issue2_suite()
   elif _SUITE.value == "full":
     found = suites.full_suite()
+  elif _SUITE.value == "float32":
+    found = suites.float32_suite()
   else:
     found = suites.random_suite(
         _DRAW.value,

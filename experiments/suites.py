@@ -21,7 +21,8 @@ Class = Literal["large", "medium", "skinny", "deep", "odd", "batched", "small"]
 CLASSES: tuple[Class, ...] = get_args(Class)
 LAYOUTS = ("NN", "NT", "TN", "TT")
 DTYPES = ("bfloat16", "float16", "float32")
-SUITES = ("demo", "issue2", "full", "random")
+SUITES = ("demo", "issue2", "full", "float32", "random")
+_NUM_FLOAT32 = 40
 
 # What is not small: it takes some 10 us, of which its launch is a small part.
 _LARGE_FLOPS = 8e9
@@ -214,6 +215,25 @@ def full_suite() -> list[Case]:
   for shapes in (_DEEP, _SMALL_K, _ODD, _SMALL, _EQUAL_BATCHES):
     cases += [make_case(*shape) for shape in shapes]
   return cases
+
+
+def float32_suite() -> list[Case]:
+  """Returns 40 products of the full suite at equal distances, in float32.
+
+  They are the judge of products as exact as float32 (--precision=highest).
+  """
+  full = full_suite()
+  picked = (full[i * len(full) // _NUM_FLOAT32] for i in range(_NUM_FLOAT32))
+  return [
+      dataclasses.replace(
+          case, name=f"{case.name.removesuffix(' ' + case.problem.dtype)} float32",
+          problem=dataclasses.replace(
+              case.problem, dtype="float32", out_dtype="float32",
+              algorithm=ALGORITHM_OF_DTYPE["float32"],
+          ),
+      )
+      for case in picked
+  ]
 
 
 def random_suite(

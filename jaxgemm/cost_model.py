@@ -59,6 +59,7 @@ class Model:
   apart: float = 0.149  # What the memory loses where k is split: rows far apart.
   reduce: float = 3.46  # Launch of the kernel that adds the parts of split-k.
   reduce_rate: float = 3.19e6  # Its bytes, out of the L2; of the whole chip.
+  guard: float = 14.0  # Of float16 parts: to see whether they do, in small kernels.
   pass_launch: float = 0.939  # Launch of a pass over an operand.
   pass_rate: float = 3.6e6  # Bytes read and written; of the whole chip.
 
@@ -107,8 +108,9 @@ def estimate(
 ) -> Estimate:
   """What the model expects of a config that serves the problem."""
   masked = kernel == direct.NAME or problem.n * problem.out_itemsize % 16 > 0
-  splitting = _splitting(problem) if parts.is_split(problem) else ()
-  num_parts, num_products = parts.num_parts(problem), parts.num_products(problem)
+  split = parts.of(problem, config)
+  splitting = _splitting(problem, split) if split else ()
+  num_parts, num_products = (split.count, split.num_products) if split else (1, 1)
   problem = _multiplied(problem, config)
   shared_rhs, shared_lhs = _multicast(config)
   splits = getattr(config, "splits", 1)
@@ -156,6 +158,8 @@ def estimate(
     main += model.cluster * cluster
   needed = (*splitting, *needed)
   extra = _extra(problem, needed, sums, model)
+  if split and split.scaled:
+    extra += model.guard
   return Estimate(
       main + extra, num_tiles, per_sm, k_steps, memory > busy, sums, needed, loaded
   )
@@ -281,10 +285,12 @@ def _wg_tile(config: Config) -> tuple[int, int]:
   return config.tile_m, config.tile_n
 
 
-def _splitting(problem: Problem) -> tuple[Pass, ...]:
+def _splitting(problem: Problem, split: parts.Parts) -> tuple[Pass, ...]:
   """The passes that make the parts: each reads 4 bytes an element, and writes 2 a part.
+
+  Where the parts are scaled, one more reads the operand first.
   """
-  moved = 4 + 2 * parts.num_parts(problem)  # `_extra` reckons with as much again.
+  moved = 4 * (1 + split.scaled) + 2 * split.count  # `_extra` takes it twice.
   return tuple(
       ("splitting", operand, math.prod(shape) * moved // 2)
       for operand, shape in (("lhs", problem.lhs_shape), ("rhs", problem.rhs_shape))
@@ -385,11 +391,15 @@ def estimate_xla(problem: Problem, device: Device) -> tuple[float, str] | None:
   """
   rate = device.matrix_tflops[problem.dtype] * 1e6
   busy, memory = problem.flops / rate, problem.num_bytes / (device.bandwidth_tbps * 1e6)
-  if parts.is_split(problem):
-    # cuBLAS in float32, or XLA's own three products.
-    time = 4.0 + _soft_max(busy / (0.47 if problem.algorithm == "bf16_x3" else 0.127),
-                           memory / 0.8)
-    return time, "no pass that splits the operands"
+  if problem.algorithm == "bf16_x3":
+    return 4.0 + _soft_max(busy / 0.47, memory / 0.8), "its own three products"
+  if parts.is_split(problem):  # cuBLAS: a tile needs 128 x 128 elements, an SM a tile.
+    rows, cols = (
+        tiles.round_up(size, 128 if size > 64 else 32) for size in (problem.m, problem.n)
+    )
+    fills = problem.batch * rows * cols >= 128 * 128 * device.num_sms
+    busy *= rows * cols / (problem.m * problem.n * 0.127 * (0.95 if fills else 0.75))
+    return 4.0 + _soft_max(busy, memory / 0.8), "no pass that splits the operands"
   if problem.dtype == "float32":
     aligned = problem.k % 4 == 0 and problem.n % 4 == 0 and problem.m % 4 == 0
     time = 4.0 + _soft_max(busy / (0.9 if aligned else 0.3), memory / 0.8)

@@ -14,7 +14,7 @@ from typing import Any
 from jaxgemm import heuristics, table, triton_heuristics, user_table
 from jaxgemm.device import Device, supported
 from jaxgemm.precision import ERRORS
-from pallas_kernels import KERNELS, parts, triton
+from pallas_kernels import KERNELS, triton
 from pallas_kernels.problem import Config, Problem
 
 IMPLEMENTATIONS = (*KERNELS, "xla")
@@ -75,9 +75,6 @@ def make_plan(
   if implementation is not None:
     return _named(problem, device, implementation, config)
   if (reason := _why_none_runs(device)) is not None:
-    return Plan("xla", None, "fallback", reason, problem)
-  if parts.is_split(problem):
-    reason = f"the kernels of {problem.algorithm} have not run on a GPU yet"
     return Plan("xla", None, "fallback", reason, problem)
   for source, row in _rows(problem, device):
     return Plan(row.kernel, row.config, source, row.reason, problem)

@@ -17,7 +17,7 @@ report" (2024), section 3.3.2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from jax import lax
@@ -35,15 +35,12 @@ WG_THREADS = 128
 
 def check(
     wg_tile_m: int, wg_tile_n: int, promote: int, registers: int = MAX_ACC_REGISTERS,
-    *, in_parts: bool = False,
 ) -> str | None:
   """Why a warpgroup cannot hold the sums of such a tile, or None."""
   if promote < 0:
     return f"promote={promote} must be a number of k tiles, or 0"
   sums, what = 1, "an accumulator"
-  if in_parts:
-    sums, what = 3, "an accumulator and the sums of large and of small products"
-  elif promote:
+  if promote:
     sums, what = 2, "an accumulator and a promoted sum"
   if sums * wg_tile_m * wg_tile_n // WG_THREADS > registers:
     return f"{what} of {wg_tile_m}x{wg_tile_n} a warpgroup exceeds its registers"
@@ -75,31 +72,23 @@ def sum_over_k(
 
 def sum_of_parts(
     multiply: Callable[[Ref, Any, int], None], *, shape: tuple[int, int], k_steps: int,
-    groups: Sequence[parts.Group],
+    of: parts.Parts,
 ):
   """Returns the sum [rows, cols] over `k_steps` k tiles and all groups of products.
 
   `multiply(acc, k_tile, index)` adds the products of group `index` to the wgmma
   accumulator `acc`.
   """
-  *smaller, _ = groups
-  largest = smaller[-1].scale
 
-  def add(k_tile, totals):
-    small, high = totals
-    for index, group in enumerate(smaller):
+  def add(k_tile, total):
+    for index, group in enumerate(of.groups):
       sums = _registers(lambda acc, index=index: multiply(acc, k_tile, index), shape)
-      if group.scale != largest:
-        sums = sums * jnp.float32(group.scale / largest)
-      small = small + sums
-    sums = _registers(lambda acc: multiply(acc, k_tile, len(smaller)), shape)
-    return small, high + sums
+      if group is not of.groups[-1] and not of.scaled:
+        sums = jnp.where((sums < jnp.inf) & (sums > -jnp.inf), sums, 0.0)
+      total = total + sums * jnp.float32(group.scale)
+    return total
 
-  small, high = lax.fori_loop(
-      jnp.int32(0), jnp.int32(k_steps), add, (_zeros(shape), _zeros(shape))
-  )
-  finite = (small < jnp.inf) & (small > -jnp.inf)
-  return high + jnp.where(finite, small, 0.0) * jnp.float32(largest)
+  return lax.fori_loop(jnp.int32(0), jnp.int32(k_steps), add, _zeros(shape))
 
 
 def _registers(

@@ -13,7 +13,9 @@ import jax.numpy as jnp
 
 from pallas_kernels import epilogue as epilogues
 from pallas_kernels import operand_tiles, parts
+from pallas_kernels.halves import Halves
 from pallas_kernels.problem import Config, Problem
+from pallas_kernels.scales import make_scales
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,35 +28,42 @@ class Call:
   result: Problem
   prepared: operand_tiles.Prepared
   epilogue: epilogues.Epilogue
-  inputs: tuple[jax.Array, ...]
+  inputs: tuple[Any, ...]
   interpret: Any
+  by_name: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
 
   def __call__(self, kernel: Callable[..., None], **kwargs) -> jax.Array:
     return run(
         kernel, self.inputs, self.result, self.epilogue, interpret=self.interpret,
-        **kwargs,
+        by_name=self.by_name, **kwargs,
     )
 
 
 def run(
-    kernel: Callable[..., None], inputs: tuple[jax.Array, ...], result: Problem,
+    kernel: Callable[..., None], inputs: tuple[Any, ...], result: Problem,
     epilogue: epilogues.Epilogue, *, name: str, scratch: dict[str, Any], grid: int,
-    num_wgs: int, cluster: int = 1, workspace: dict[str, Any] | None = None, interpret,
+    num_wgs: int, cluster: int = 1, workspace: dict[str, Any] | None = None,
+    by_name: dict[str, jax.Array] | None = None, interpret,
 ) -> jax.Array:
   """Runs `kernel(*inputs, c_gmem, out_gmem, refs)` and returns what it stored.
 
+  Each input is an array, or a tuple of arrays (the parts of an operand).
   The grid is `grid` clusters (axis "cta") of `cluster` CTAs (axis "cluster") of
   `num_wgs` warpgroups (axis "wg"). `c_gmem`, the last input, is None without c;
-  `refs` is the scratch by name, the epilogue's and the `workspace` in GMEM included.
+  `refs` is the scratch by name, the epilogue's, the `workspace` and further inputs
+  (`by_name`) in GMEM included.
   """
-  workspace = workspace or {}
+  workspace, by_name = workspace or {}, by_name or {}
+  flat, tree = jax.tree.flatten((inputs, by_name))
   out = jax.ShapeDtypeStruct(result.out_shape, jnp.dtype(result.out_dtype))
 
   def body(*gmem, **refs):
-    sources, (out_gmem, *arrays) = list(gmem[: len(inputs)]), gmem[len(inputs) :]
+    sources, named = jax.tree.unflatten(tree, gmem[: len(flat)])
+    out_gmem, *arrays = gmem[len(flat) :]
     if epilogue.c is None:
-      sources.append(None)
-    kernel(*sources, out_gmem, refs | dict(zip(workspace, arrays, strict=True)))
+      sources = (*sources, None)
+    named |= zip(workspace, arrays, strict=True)
+    kernel(*sources, out_gmem, refs | named)
 
   result, *_ = plgpu.kernel(
       body,
@@ -68,7 +77,7 @@ def run(
       thread_name="wg",
       interpret=interpret,
       kernel_name=f"jaxgemm_{name}",
-  )(*inputs)
+  )(*flat)
   return result
 
 
@@ -76,6 +85,7 @@ def make_call(
     operands, problem: Problem, config: Config, *, wg_tile: tuple[int, int],
     num_wgs: int, interpret, result: Problem | None = None,
     stored_cols: int | None = None, by_registers: bool = False,
+    halves: Halves | None = None,
 ) -> Call:
   """Prepares operands (lhs, rhs[, c]) for a kernel.
 
@@ -88,24 +98,32 @@ def make_call(
       m, n, out_dtype, algorithm and epilogue count.
     stored_cols: columns that a warpgroup stores, if not all that it multiplies.
     by_registers: whether registers, not TMA, bring the operands and take the result.
+    halves: the operands' float16 parts, where these are multiplied.
   """
   result = result or problem
   emulated = interpret is not None
-  lhs_and_rhs, num_parts = operands[:2], parts.num_parts(result)
-  if parts.is_split(result):
-    lhs_and_rhs = [parts.split(x, num_parts) for x in lhs_and_rhs]
+  lhs_and_rhs, facts, by_name = [(x,) for x in operands[:2]], None, {}
+  if halves is not None:
+    lhs_and_rhs = halves.lhs, halves.rhs
+    facts, by_name = make_scales(halves.row_scales, halves.col_scales, config)
+  elif (split := parts.of(result, config)) is not None:
+    lhs_and_rhs = [
+        parts.split(operand_tiles.mend_stride(x, split.dtype), split.count)
+        for x in operands[:2]
+    ]
   prepared = operand_tiles.prepare(
       *lhs_and_rhs, problem, config, wg_tile, emulated=emulated,
-      by_registers=by_registers, num_parts=num_parts,
+      by_registers=by_registers,
   )
   epilogue = epilogues.make_epilogue(
       result, stored_cols or wg_tile[1], num_wgs, emulated=emulated,
       transposed=getattr(config, "swap", False), by_registers=by_registers,
   )
+  epilogue = dataclasses.replace(epilogue, scales=facts)
   inputs = [prepared.lhs, prepared.rhs]
   if epilogue.c is not None:
     inputs.append(epilogues.prepare_c(operands[2], problem))
-  return Call(result, prepared, epilogue, tuple(inputs), interpret)
+  return Call(result, prepared, epilogue, tuple(inputs), interpret, by_name)
 
 
 @functools.lru_cache(maxsize=1024)  # A plan asks for the same few again and again.

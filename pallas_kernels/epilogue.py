@@ -33,6 +33,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import register_stores, tiles
 from pallas_kernels.problem import Problem
+from pallas_kernels.scales import Scales
 
 PIECE_ROWS = 64
 NUM_SLOTS = 2
@@ -106,6 +107,7 @@ class Epilogue:
   out: Staging
   c: Staging | None
   transposed: bool = False
+  scales: Scales | None = None
 
   @property
   def smem_bytes(self) -> int:
@@ -119,8 +121,13 @@ class Epilogue:
       scratch["c_barriers"] = plgpu.Barrier(num_barriers=self.c.num_wgs)
     return scratch
 
-  def store(self, acc, out_gmem: Ref, c_gmem: Ref | None, refs, *, wg, batch, row, col):
+  def store(
+      self, acc, out_gmem: Ref, c_gmem: Ref | None, refs, *, wg, batch, row, col,
+      of_batch=None,
+  ):
     """Stores a warpgroup's accumulator [rows, cols] at (row, col) of the product.
+
+    It is of product `of_batch`, if that is not the index `batch` of the result.
 
     Waits for the staging slot that it uses next, never for the last store: call
     `finish` before the kernel ends.
@@ -133,6 +140,11 @@ class Epilogue:
     for i in range(0, rows, PIECE_ROWS):
       for j in range(0, cols, step):
         piece = acc[i : i + PIECE_ROWS, j : j + step]
+        if self.scales:
+          piece = self.scales.apply(
+              piece, refs, batch=batch if of_batch is None else of_batch, row=row + i,
+              col=col + j,
+          )
         if epilogue.alpha != 1.0:
           piece = piece * jnp.float32(epilogue.alpha)
         if self.c:

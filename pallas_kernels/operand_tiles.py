@@ -22,6 +22,7 @@ view of shared memory a memory of its own, and has no rule about sizes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import dataclasses
 from typing import Any
 
@@ -52,8 +53,7 @@ class Operand:
     batched: whether it has a batch dimension larger than one.
     mn, k: rows and columns (lhs, or transposed rhs) that the whole operand has.
     way: see the module's docstring.
-    num_parts: arrays in place of each one of the batch; a slot has a tile of each
-      (see `parts`).
+    num_parts: arrays of which it consists; a slot has a tile of each (see `parts`).
     emulated: whether every copy is a tiled one.
   """
 
@@ -105,7 +105,7 @@ class Operand:
     return plgpu.RefUnion(untiled, tiled)
 
   def load(
-      self, gmem: Ref, slots: Ref, slot, barrier: Ref, *, batch, mn, k, part=0,
+      self, gmem: Sequence[Ref], slots: Ref, slot, barrier: Ref, *, batch, mn, k, part=0,
       collective_axes=None, cluster: int = 1,
   ) -> None:
     """Starts the copies of a part of the tile at (mn, k); they arrive on `barrier`.
@@ -118,12 +118,12 @@ class Operand:
       plgpu.barrier_arrive(barrier)
       return
     slots = self._views(slots)[0]
-    batch = (batch if self.batched else 0) * self.num_parts + part
+    batch = batch if self.batched else 0
     slot = slot * self.num_parts + part
 
     def copy(dst, rows, cols):
       plgpu.copy_gmem_to_smem(
-          gmem.at[batch, pl.ds(*rows), pl.ds(*cols)], dst, barrier,
+          gmem[part].at[batch, pl.ds(*rows), pl.ds(*cols)], dst, barrier,
           collective_axes=collective_axes,
       )
 
@@ -143,14 +143,14 @@ class Operand:
         box = slots.at[slot, pl.ds(first, rows)]
         copy(box, (mn + first, rows), (k, self.tile_k))
 
-  def by_registers(self, gmem: Ref, slots: Ref, slot, *, batch, mn, k) -> tuple:
+  def by_registers(self, gmem: Sequence[Ref], slots: Ref, slot, *, batch, mn, k) -> tuple:
     """What `register_loads.load` wants to know of the tile at element (mn, k)."""
     rows, cols = (self.mn, self.k) if self.k_major else (self.k, self.mn)
     at = (mn, k) if self.k_major else (k, mn)
     loads = register_loads.RegisterLoads(
         rows, cols, *self._tile_as_stored(), tiles.swizzled(self.dtype)
     )
-    return loads, gmem, slots.at[slot], batch if self.batched else 0, *at
+    return loads, gmem[0], slots.at[slot], batch if self.batched else 0, *at
 
   def _tile_as_stored(self) -> tuple[int, int]:
     tile = self.tile_mn, self.tile_k
@@ -242,16 +242,26 @@ def pad_for_tma(x: jax.Array, dtype, way: str) -> jax.Array:
   return lax.pad(x, zero, ((0, 0, 0), (0, pad_rows, 0), (0, pad_cols, 0)))
 
 
+def mend_stride(x: jax.Array, dtype) -> jax.Array:
+  """x, padded where an array of `dtype` of its shape had a stride that TMA refuses.
+
+  Before the elements are converted, so that one pass does both.
+  """
+  if x.shape[-1] % tiles.tma_stride_elems(dtype):
+    return pad_for_tma(x, dtype, "tiled")
+  return x
+
+
 def _round_to_tf32(x: jax.Array) -> jax.Array:
   return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=10)
 
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-  """Operands as the kernels read them."""
+  """Operands as the kernels read them: the arrays of which each consists."""
 
-  lhs: jax.Array
-  rhs: jax.Array
+  lhs: tuple[jax.Array, ...]
+  rhs: tuple[jax.Array, ...]
   lhs_operand: Operand
   rhs_operand: Operand
 
@@ -262,8 +272,8 @@ class Prepared:
 
 
 def prepare(
-    lhs: jax.Array, rhs: jax.Array, problem: Problem, config, wg_tile: tuple[int, int],
-    *, emulated: bool, by_registers: bool = False, num_parts: int = 1,
+    lhs: Sequence[jax.Array], rhs: Sequence[jax.Array], problem: Problem, config,
+    wg_tile: tuple[int, int], *, emulated: bool, by_registers: bool = False,
 ) -> Prepared:
   """Brings two operands into a form that TMA and wgmma read.
 
@@ -273,21 +283,20 @@ def prepare(
   bits that TF32 lacks (dropping them would cost 2.6 times the error).
 
   Args:
-    lhs, rhs: [batch, ., .] as the problem stores them.
+    lhs, rhs: [batch, ., .] as the problem stores them, or the parts of each.
     problem: the problem.
     config: has `tile_m`, `tile_n` and `tile_k`.
     wg_tile: rows and columns of the result that one warpgroup multiplies.
     emulated: whether the kernel runs in the emulator.
     by_registers: whether all operands come through registers, on the chip.
-    num_parts: arrays in place of each one of the batch.
   """
   if problem.dtype == "float32":
-    lhs, rhs = _round_to_tf32(lhs), _round_to_tf32(rhs)
+    lhs, rhs = map(_round_to_tf32, lhs), map(_round_to_tf32, rhs)
   if tiles.reads_k_major_only(problem.dtype):
     if problem.lhs_layout != "k-major":
-      lhs = lax.transpose(lhs, (0, 2, 1))
+      lhs = (lax.transpose(x, (0, 2, 1)) for x in lhs)
     if problem.rhs_layout != "k-major":
-      rhs = lax.transpose(rhs, (0, 2, 1))
+      rhs = (lax.transpose(x, (0, 2, 1)) for x in rhs)
     problem = dataclasses.replace(problem, lhs_layout="k-major", rhs_layout="k-major")
   several, dtype = problem.batch > 1, problem.dtype
   lhs_k_major, rhs_k_major = (
@@ -295,23 +304,23 @@ def prepare(
   )
   arrays, found = [], []
   lhs_way, rhs_way = ways(problem, wg_tile)
-  lhs_facts = lhs, lhs_k_major, config.tile_m, problem.m, problem.lhs_batched
-  rhs_facts = rhs, rhs_k_major, config.tile_n, problem.n, problem.rhs_batched
-  for is_lhs, its_way, (x, k_major, tile_mn, mn, batched) in (
+  lhs_facts = tuple(lhs), lhs_k_major, config.tile_m, problem.m, problem.lhs_batched
+  rhs_facts = tuple(rhs), rhs_k_major, config.tile_n, problem.n, problem.rhs_batched
+  for is_lhs, its_way, (its, k_major, tile_mn, mn, batched) in (
       (True, lhs_way, lhs_facts), (False, rhs_way, rhs_facts)
   ):
     if by_registers and not emulated:
       its_way = "loads"
-    elif needs_padding(*x.shape[1:], dtype, its_way):
+    elif needs_padding(*its[0].shape[1:], dtype, its_way):
       if takes_loads(problem, config) and not emulated:
         its_way = "loads"
       else:
-        x = pad_for_tma(x, dtype, its_way)
-    arrays.append(x)
+        its = tuple(pad_for_tma(x, dtype, its_way) for x in its)
+    arrays.append(its)
     found.append(
         Operand(
             is_lhs, k_major, tile_mn, config.tile_k, dtype, several and batched, mn,
-            problem.k, its_way, emulated, num_parts,
+            problem.k, its_way, emulated, len(its),
         )
     )
   return Prepared(*arrays, *found)

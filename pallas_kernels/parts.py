@@ -17,8 +17,7 @@ the sum of some of the products of parts, grouped by scale:
 (The error is relative, and at most that; the sum over k is rounded as float32 sums are.)
 
 The tensor cores truncate where they add. So each group is summed up on its own for one
-k tile, and then added to ordinary float32 sums, the smaller groups to one, high high to
-another, until the end.
+k tile, and then added to ordinary float32 sums.
 
   inf, nan   as in float32: what the smaller groups make of them is dropped, high high
              has them right
@@ -40,7 +39,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from pallas_kernels.problem import PersistentConfig, Problem
+from pallas_kernels.problem import Config, PersistentConfig, Problem
 
 HIGH, MID, LOW = 0, 1, 2
 
@@ -53,43 +52,71 @@ class Group:
   pairs: tuple[tuple[int, int], ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class Parts:
+  """What operands are split into, and which products of parts count.
+
+  Attributes:
+    dtype, algorithm: of the parts, and of their products.
+    count: parts of each operand.
+    groups: the products; the last group is that of high high.
+    scaled: whether rows of lhs and columns of rhs are scaled first, so that all sums
+      are finite (see `halves`).
+  """
+
+  dtype: str
+  algorithm: str
+  count: int
+  groups: tuple[Group, ...]
+  scaled: bool = False
+
+  @property
+  def num_products(self) -> int:
+    """Products that the tensor cores form for one of the problem."""
+    return sum(len(group.pairs) for group in self.groups)
+
+
 _HIGH = Group(1.0, ((HIGH, HIGH),))
 _MID = Group(2.0**-8, ((HIGH, MID), (MID, HIGH)))
 _LOW = Group(2.0**-16, ((HIGH, LOW), (MID, MID), (LOW, HIGH)))
 _REST = Group(2.0**-24, ((MID, LOW), (LOW, MID))), Group(2.0**-32, ((LOW, LOW),))
-# The last group is that of high high.
-GROUPS = {
-    "bf16_x3": (_MID, _HIGH),
-    "bf16_x6": (_LOW, _MID, _HIGH),
-    "bf16_x9": (*_REST[::-1], _LOW, _MID, _HIGH),
+OF_ALGORITHM = {
+    "bf16_x3": Parts("bfloat16", "bf16_f32", 2, (_MID, _HIGH)),
+    "bf16_x6": Parts("bfloat16", "bf16_f32", 3, (_LOW, _MID, _HIGH)),
+    "bf16_x9": Parts("bfloat16", "bf16_f32", 3, (*_REST[::-1], _LOW, _MID, _HIGH)),
 }
+HALVES = Parts(
+    "float16", "f16_f32", 2, (Group(2.0**-11, _MID.pairs), _HIGH), scaled=True
+)
 
 
 def is_split(problem: Problem) -> bool:
   """Whether the operands are multiplied in parts."""
-  return problem.algorithm in GROUPS
+  return problem.algorithm in OF_ALGORITHM
 
 
-def num_parts(problem: Problem) -> int:
-  """Parts of each operand."""
-  return {"bf16_x3": 2, "bf16_x6": 3, "bf16_x9": 3}.get(problem.algorithm, 1)
-
-
-def num_products(problem: Problem) -> int:
-  """Products that the tensor cores form for one of the problem."""
-  return sum(len(group.pairs) for group in GROUPS.get(problem.algorithm, (_HIGH,)))
+def of(problem: Problem, config: Config | None = None) -> Parts | None:
+  """The parts that the config has the operands split into, or None."""
+  if getattr(config, "float16_parts", False):
+    return HALVES
+  return OF_ALGORITHM.get(problem.algorithm)
 
 
 @functools.lru_cache(maxsize=1024)
-def product(problem: Problem) -> Problem:
+def product(problem: Problem, float16_parts: bool = False) -> Problem:
   """What the tensor cores multiply: the problem, or that of its parts."""
-  if not is_split(problem):
+  found = HALVES if float16_parts else of(problem)
+  if found is None:
     return problem
-  return dataclasses.replace(problem, dtype="bfloat16", algorithm="bf16_f32")
+  return dataclasses.replace(problem, dtype=found.dtype, algorithm=found.algorithm)
 
 
 def check(problem: Problem, config: PersistentConfig) -> str | None:
   """Why the parts cannot be multiplied as the config says, or None."""
+  if config.float16_parts and problem.algorithm != "bf16_x6":
+    return f"float16_parts=True is a way of bf16_x6, not of {problem.algorithm}"
+  if config.float16_parts and config.swap:
+    return "float16_parts=True excludes swap"
   if not is_split(problem):
     return None
   if config.promote != 1:
@@ -99,8 +126,8 @@ def check(problem: Problem, config: PersistentConfig) -> str | None:
   return None
 
 
-def split(x: jax.Array, count: int) -> jax.Array:
-  """The `count` parts of x [batch, ., .] float32, [batch * count, ., .] bfloat16.
+def split(x: jax.Array, count: int) -> tuple[jax.Array, ...]:
+  """The `count` parts of x, float32, each of its shape and bfloat16.
 
   A part of what is not finite is 0, but for the highest.
   """
@@ -110,7 +137,7 @@ def split(x: jax.Array, count: int) -> jax.Array:
     rest = (rest - part) * 256.0
     part = jnp.where(jnp.isfinite(x), part, 0.0 if i else x)
     found.append(part.astype(jnp.bfloat16))
-  return jnp.stack(found, axis=1).reshape(-1, *x.shape[1:])
+  return tuple(found)
 
 
 def _nearest(x: jax.Array) -> jax.Array:

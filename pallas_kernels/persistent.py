@@ -30,13 +30,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
 from jax import lax
 import jax.numpy as jnp
 
-from pallas_kernels import accumulate, calls, operand_tiles, parts, tiles
+from pallas_kernels import accumulate, calls, halves, operand_tiles, parts, tiles
 from pallas_kernels import ring as rings
 from pallas_kernels.exchange import Exchange
 from pallas_kernels.problem import PersistentConfig, Problem
@@ -47,6 +48,7 @@ MAX_TILE_N = 384  # Columns of a tile: those of two wgmma that need 192 register
 LOADING_PRODUCERS = 3  # Where registers load operands: see `num_producers`.
 MAX_BARRIERS = 32  # In one array of barriers.
 MAX_UNTRADED_SUMS = 64  # Registers of an accumulator beside producers that need some.
+Supports = Callable[[Problem, PersistentConfig], str | None]
 
 
 def wg_tile(config: PersistentConfig) -> tuple[int, int]:
@@ -60,7 +62,9 @@ def wg_tile(config: PersistentConfig) -> tuple[int, int]:
 
 def multiplied(problem: Problem, config: PersistentConfig) -> Problem:
   """What the kernel multiplies: the problem, or the transposed one, or its parts'."""
-  return parts.product(problem.transposed if config.swap else problem)
+  return parts.product(
+      problem.transposed if config.swap else problem, config.float16_parts
+  )
 
 
 def check_config(problem: Problem, config: PersistentConfig) -> str | None:
@@ -94,15 +98,11 @@ def check_config(problem: Problem, config: PersistentConfig) -> str | None:
   product = multiplied(problem, config)
   return (
       _check_loads(problem, config)
-      or parts.check(problem, config)
       or check_swap(problem, config)
       or tiles.check_tile(
           product, config.tile_m, config.tile_n, config.tile_k, most_n=MAX_TILE_N
       )
-      or accumulate.check(
-          wg_m, wg_n, config.promote, registers(config),
-          in_parts=parts.is_split(problem),
-      )
+      or accumulate.check(wg_m, wg_n, config.promote, registers(config))
       or _check_wg_n(product, wg_n)
       or tiles.check_smem(smem_bytes(problem, config))
   )
@@ -154,7 +154,11 @@ def _check_wg_n(problem: Problem, wg_n: int) -> str | None:
 
 def supports(problem: Problem, config: PersistentConfig) -> str | None:
   """The reason why this kernel cannot serve, or None."""
-  return tiles.check_problem(problem) or check_config(problem, config)
+  return (
+      tiles.check_problem(problem)
+      or check_parts(problem, config, supports)
+      or check_config(problem, config)
+  )
 
 
 def smem_bytes(problem: Problem, config: PersistentConfig) -> int:
@@ -168,9 +172,10 @@ def smem_bytes(problem: Problem, config: PersistentConfig) -> int:
 
 def slot_bytes(problem: Problem, config: PersistentConfig) -> int:
   """Shared memory of one slot of the ring."""
+  split = parts.of(problem, config)
   return tiles.slot_bytes(
       multiplied(problem, config), config.tile_m, config.tile_n, config.tile_k,
-      parts.num_parts(problem),
+      split.count if split else 1,
   )
 
 
@@ -211,10 +216,60 @@ def launch(
     operands, problem: Problem, config: PersistentConfig, *, num_sms: int, interpret=None
 ) -> jax.Array:
   """Returns the result [batch, m, n]; operands as `problem` stores them."""
+  return guarded(
+      functools.partial(_launch, problem=problem, num_sms=num_sms, interpret=interpret),
+      operands, problem, config, supports,
+  )
+
+
+def guarded(
+    launch: Callable[..., jax.Array], operands, problem: Problem,
+    config: PersistentConfig, supports: Supports,
+) -> jax.Array:
+  """`launch(operands, config, split)` with the parts that the operands allow."""
+  if not config.float16_parts:
+    return launch(operands, config=config, split=None)
+  otherwise = of_bfloat16_parts(problem, config, supports)
+  return halves.guarded(
+      *operands[:2], problem,
+      multiply=lambda split: launch(operands, config=config, split=split),
+      otherwise=lambda: launch(operands, config=otherwise, split=None),
+  )
+
+
+def of_bfloat16_parts(
+    problem: Problem, config: PersistentConfig, supports: Supports
+) -> PersistentConfig | None:
+  """The config of the same kernel where float16 parts lose bits; None: there is none."""
+  for tile_n in (128, 64):
+    found = dataclasses.replace(
+        config, float16_parts=False, tile_m=128, tile_n=tile_n, num_stages=2,
+        consumers=2, wg_dim="m",
+    )
+    if supports(problem, found) is None:
+      return found
+  return None
+
+
+def check_parts(
+    problem: Problem, config: PersistentConfig, supports: Supports
+) -> str | None:
+  """Why a kernel cannot take the parts that the config says, or None."""
+  if (reason := parts.check(problem, config)) is not None:
+    return reason
+  if config.float16_parts and of_bfloat16_parts(problem, config, supports) is None:
+    return "float16_parts=True: bfloat16 parts do not fit in their place"
+  return None
+
+
+def _launch(
+    operands, *, problem: Problem, config: PersistentConfig, num_sms: int, interpret,
+    split: halves.Halves | None,
+) -> jax.Array:
   call = calls.make_call(
       swapped(operands, config), multiplied(problem, config), config,
       wg_tile=wg_tile(config), num_wgs=config.consumers, interpret=interpret,
-      result=problem,
+      result=problem, halves=split,
   )
   return run(
       call, multiplied(problem, config), config, name=NAME, num_sms=num_sms,
@@ -241,7 +296,7 @@ def run(
   """
   wg_tile_shape = wg_tile(config)
   ring, epilogue = make_ring(call.prepared, config, k_steps), call.epilogue
-  groups = parts.GROUPS.get(call.result.algorithm)
+  split = parts.of(call.result, config)
   teams = num_teams(config)
   grid = ClusterGrid.of(problem, config, num_sms=num_sms, copies=copies)
 
@@ -271,7 +326,7 @@ def run(
       def tile(turn, _):
         local = first + turn * teams
         index, m, n = grid.locate(local)
-
+        of_batch, _ = operand_origin(index)
         starts = dict(lhs_start=share.row, rhs_start=share.col)
 
         def multiply(acc, first, count):
@@ -281,23 +336,24 @@ def run(
 
         def multiply_group(acc, k_step, index):
           ring.consume_parts(
-              acc, refs, step=local * k_steps + k_step, pairs=groups[index].pairs,
-              is_first=index == 0, is_last=index == len(groups) - 1, **starts,
+              acc, refs, step=local * k_steps + k_step,
+              pairs=split.groups[index].pairs, is_first=index == 0,
+              is_last=index == len(split.groups) - 1, **starts,
           )
 
-        if groups is None:
+        if split is None:
           acc = accumulate.sum_over_k(
               multiply, shape=wg_tile_shape, k_steps=k_steps, promote=config.promote,
               dtype=problem.acc_dtype,
           )
         else:
           acc = accumulate.sum_of_parts(
-              multiply_group, shape=wg_tile_shape, k_steps=k_steps, groups=groups
+              multiply_group, shape=wg_tile_shape, k_steps=k_steps, of=split
           )
 
         def store(sums, col):
           epilogue.store(
-              sums, out_gmem, c_gmem, refs, wg=wg, batch=index,
+              sums, out_gmem, c_gmem, refs, wg=wg, batch=index, of_batch=of_batch,
               row=m + share.row, col=n + share.col + col,
           )
 

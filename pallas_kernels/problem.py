@@ -236,6 +236,8 @@ class PersistentConfig:
       the producer loads them through registers (see `register_loads`).
     swap: multiply transposed: tile_m and cluster_m then count columns of the result,
       tile_n and cluster_n its rows, of which wgmma takes any multiple of 16.
+    float16_parts: form products of algorithm bf16_x6 from three of float16 parts,
+      where these lose no bits (see `halves`).
   """
 
   tile_m: int = 128
@@ -251,6 +253,7 @@ class PersistentConfig:
   promote: int = 0
   pad: bool = True
   swap: bool = False
+  float16_parts: bool = False
 
   @property
   def cluster(self) -> int:

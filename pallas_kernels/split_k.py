@@ -60,6 +60,7 @@ def supports(problem: Problem, config: SplitKConfig) -> str | None:
     return "wg_dim=tile: a CTA of split_k rarely has a second tile to multiply"
   return (
       tiles.check_problem(problem)
+      or persistent.check_parts(problem, config, supports)
       or persistent.check_swap(problem, config)
       or persistent.check_config(*_first_kernel(problem, config))
       or tiles.check_smem(smem_bytes(problem, config))
@@ -117,13 +118,20 @@ def launch(
     operands, problem: Problem, config: SplitKConfig, *, num_sms: int, interpret=None
 ) -> jax.Array:
   """Returns the result [batch, m, n]; operands as `problem` stores them."""
+  return persistent.guarded(
+      functools.partial(_launch, problem=problem, num_sms=num_sms, interpret=interpret),
+      operands, problem, config, supports,
+  )
+
+
+def _launch(operands, *, problem, config, num_sms, interpret, split) -> jax.Array:
   if config.splits == config.cluster_k:
-    return _multiply(operands, problem, config, num_sms, interpret)
-  sums = _multiply(operands[:2], problem, config, num_sms, interpret)
+    return _multiply(operands, problem, config, num_sms, interpret, split)
+  sums = _multiply(operands[:2], problem, config, num_sms, interpret, split)
   return _reduce(sums, operands[2:], problem, config, num_sms, interpret)
 
 
-def _multiply(operands, problem, config, num_sms, interpret) -> jax.Array:
+def _multiply(operands, problem, config, num_sms, interpret, split) -> jax.Array:
   """Kernel 1: the result, or the sums of the clusters [batch * sums, m, n]."""
   exchange = make_exchange(config, emulated=interpret is not None)
   product = persistent.multiplied(problem, config)
@@ -132,7 +140,7 @@ def _multiply(operands, problem, config, num_sms, interpret) -> jax.Array:
       persistent.swapped(operands, config), product, storing,
       wg_tile=persistent.wg_tile(config), num_wgs=config.consumers, interpret=interpret,
       result=stored,
-      stored_cols=exchange.share_cols if exchange else None,
+      stored_cols=exchange.share_cols if exchange else None, halves=split,
   )
   k_steps = tiles.cdiv(tiles.cdiv(problem.k, config.tile_k), config.splits)
   sums = config.splits // config.cluster_k

@@ -15,7 +15,7 @@ import jaxgemm
 from jaxgemm import heuristics, reference
 from jaxgemm.device import current_device
 from pallas_kernels import MOSAIC_KERNELS as KERNELS
-from pallas_kernels import parts
+from pallas_kernels import halves, parts
 from pallas_kernels.problem import Epilogue
 from tests import kernel_cases
 from tests.kernel_cases import LAYOUTS, make_problem, small_config
@@ -308,15 +308,11 @@ def _errors(result, truth) -> tuple[float, float]:
   )
 
 
-@pytest.mark.parametrize("draw", DRAWS)
-@pytest.mark.parametrize("layouts", LAYOUTS)
-@pytest.mark.parametrize("size", [(512, 768, 4096), (133, 203, 1001), (64, 72, 65536)],
-                         ids=str)
-def test_six_products_are_as_exact_as_float32(size, layouts, draw):
-  """At most half as far again from the truth as XLA's float32 product."""
-  kernel, fields = "persistent", {}
-  if size[2] > 9999:
-    kernel, fields = "split_k", dict(splits=8, tile_n=64)
+SIZES = [(2048, 2304, 2048), (512, 768, 4096), (133, 203, 1001), (64, 72, 65536)]
+
+
+def _exact_operands(size, layouts, draw):
+  """A problem as exact as float32, its operands, and XLA's errors."""
   problem = dataclasses.replace(
       make_problem(*size, layouts, "float32"), algorithm="bf16_x6"
   )
@@ -330,10 +326,60 @@ def test_six_products_are_as_exact_as_float32(size, layouts, draw):
   xla = lax.dot_general(
       *operands, (((lhs,), (rhs,)), ((0,), (0,))), precision="highest"
   )
-  config = small_config(kernel, promote=1, num_stages=2, **fields)
-  result = launch(kernel, problem, config, operands)
-  for ours, theirs in zip(_errors(result, truth), _errors(xla, truth), strict=True):
-    assert ours <= 1.5 * theirs, (ours, theirs)
+  return problem, operands, truth, _errors(xla, truth)
+
+
+def _is_as_exact(result, truth, theirs):
+  """At most half as far again from the truth as XLA's float32 product."""
+  for ours, others in zip(_errors(result, truth), theirs, strict=True):
+    assert ours <= 1.5 * others, (ours, others)
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize("layouts", LAYOUTS)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_best_kernel_is_as_exact_as_float32(size, layouts, draw):
+  problem, operands, truth, theirs = _exact_operands(size, layouts, draw)
+  best = next(
+      c for c in heuristics.candidates(problem, current_device()) if c.kernel in KERNELS
+  )
+  result = launch(best.kernel, problem, best.config, operands)
+  _is_as_exact(result, truth, theirs)
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize("layouts", LAYOUTS)
+@pytest.mark.parametrize("fields", [dict(tile_n=192), dict(tile_n=128, cluster_m=2)],
+                         ids=str)
+def test_float16_parts_are_as_exact_as_float32(fields, layouts, draw):
+  """Also where some elements are lost in float16: then others take their place."""
+  problem, operands, truth, theirs = _exact_operands(SIZES[0], layouts, draw)
+  config = small_config(
+      "persistent", promote=1, num_stages=2, float16_parts=True, **fields
+  )
+  _is_as_exact(launch("persistent", problem, config, operands), truth, theirs)
+  lhs, rhs = (np.array(x) for x in operands)
+  lhs[0, 3, 5], rhs[0, 7, 9] = 1e-30, 0.0  # A bit is lost, and may count.
+  operands = jnp.asarray(lhs), jnp.asarray(rhs)
+  assert not halves.split(*operands, problem).exact
+  truth = kernel_cases.truth(problem, operands)
+  _is_as_exact(launch("persistent", problem, config, operands), truth, theirs)
+
+
+def test_float16_parts_of_odd_sizes_and_batches():
+  for size, layouts, batch in (((1001, 517, 777), "NN", 1), ((130, 1003, 205), "TT", 3)):
+    problem = dataclasses.replace(
+        make_problem(*size, layouts, "float32", batch=batch), algorithm="bf16_x6"
+    )
+    operands = kernel_cases.random_operands(problem)
+    truth = kernel_cases.truth(problem, operands)
+    for kernel, fields in (("persistent", {}), ("split_k", dict(splits=2, tile_n=64)),
+                           ("split_k", dict(splits=2, cluster_k=2, tile_n=64))):
+      config = small_config(
+          kernel, promote=1, num_stages=2, float16_parts=True, **fields
+      )
+      result = launch(kernel, problem, config, operands)
+      assert reference.relative_error(result, truth) < 4e-7
 
 
 @pytest.mark.parametrize(("algorithm", "bound"), [("bf16_x3", 6e-6), ("bf16_x9", 1e-6)])
@@ -357,9 +403,9 @@ def test_splits_are_exact_for_every_float32():
   x = bits.view(np.float32)
   x = x[np.isfinite(x)][None, :, None]
   split = jax.jit(lambda x: parts.split(x, 3))(jnp.asarray(x))
-  high, mid, low = np.asarray(split).astype(np.float64)
+  high, mid, low = (np.asarray(part).astype(np.float64) for part in split)
   whole = high + mid / 2**8 + low / 2**16
-  np.testing.assert_array_equal(whole, x[0].astype(np.float64))
+  np.testing.assert_array_equal(whole, x.astype(np.float64))
 
 
 @pytest.mark.parametrize("algorithm", ["bf16_x6", "bf16_x9"])
