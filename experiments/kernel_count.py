@@ -2,7 +2,8 @@
 
 The input is the optimised HLO text of a compiled function,
 `jax.jit(f).lower(...).compile().as_text()`. Each instruction that stands for a
-product counts once, however often a loop around it runs:
+product counts once, however often a loop around it runs, and in the first branch of a
+conditional only:
 
 - jaxgemm's: a custom call to Mosaic or Triton whose line holds the name of one of our
   kernels, as each of them is called jaxgemm_<kernel>. The kernels that help one
@@ -25,6 +26,9 @@ _COMPUTATION = re.compile(r"^(?:ENTRY\s+)?%?([\w.\-]+)\s.*\{\s*$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT\s+)?%?[\w.\-]+\s+=\s+(.*)$", re.DOTALL)
 _OPCODE = re.compile(r"\s([a-z][a-z0-9\-]*)\(")
 _CALLS = re.compile(r"\bcalls=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
+_SECOND = re.compile(r"\bfalse_computation=%?([\w.\-]+)")
+_NAME = re.compile(r"[\w.\-]+")
 _FUSION_KIND = re.compile(r'"kind":\s*"([^"]+)"')
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _OWN_NAME = re.compile(r"jaxgemm_([a-z_]*[a-z])")
@@ -68,11 +72,12 @@ def count_gemms(hlo_text: str) -> GemmCount:
       if opcode == "fusion"
       for name in _CALLS.findall(line)
   }
+  others = set(_later_branches(computations))
   own: collections.Counter[str] = collections.Counter()
   xla: collections.Counter[str] = collections.Counter()
   for computation, instructions in computations.items():
-    if computation in fused:
-      continue  # Counted with the fusion that calls it.
+    if computation in fused or computation in others:
+      continue  # Counted with the fusion that calls it, or not at all.
     for opcode, line in instructions:
       if opcode == "dot":
         xla["dot"] += 1
@@ -98,6 +103,19 @@ def _computations(hlo_text: str) -> dict[str, list[tuple[str, str]]]:
     elif (header := _COMPUTATION.match(line)) is not None:
       instructions = computations.setdefault(header.group(1), [])
   return computations
+
+
+def _later_branches(
+    computations: Mapping[str, list[tuple[str, str]]]
+) -> Iterator[str]:
+  """Yields the branches of conditionals but the first of each."""
+  for instructions in computations.values():
+    for opcode, line in instructions:
+      if opcode == "conditional":
+        if (branches := _BRANCHES.search(line)) is not None:
+          yield from _NAME.findall(branches.group(1))[1:]
+        elif (second := _SECOND.search(line)) is not None:
+          yield second.group(1)
 
 
 def _dots(

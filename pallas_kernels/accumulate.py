@@ -17,7 +17,7 @@ report" (2024), section 3.3.2.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax import lax
@@ -35,6 +35,7 @@ WG_THREADS = 128
 
 def check(
     wg_tile_m: int, wg_tile_n: int, promote: int, registers: int = MAX_ACC_REGISTERS,
+    num_groups: int = 1,
 ) -> str | None:
   """Why a warpgroup cannot hold the sums of such a tile, or None."""
   if promote < 0:
@@ -42,6 +43,8 @@ def check(
   sums, what = 1, "an accumulator"
   if promote:
     sums, what = 2, "an accumulator and a promoted sum"
+  elif num_groups > 1:
+    sums, what = num_groups, "an accumulator of each group of products"
   if sums * wg_tile_m * wg_tile_n // WG_THREADS > registers:
     return f"{what} of {wg_tile_m}x{wg_tile_n} a warpgroup exceeds its registers"
   return None
@@ -77,18 +80,57 @@ def sum_of_parts(
   """Returns the sum [rows, cols] over `k_steps` k tiles and all groups of products.
 
   `multiply(acc, k_tile, index)` adds the products of group `index` to the wgmma
-  accumulator `acc`.
+  accumulator `acc`. Where registers allow it, the smaller groups have a sum of their
+  own, to which goes what the rounding of the other takes away (Dekker's fast
+  two-sum): the error then does not grow with k.
+  """
+  apart = 3 * shape[0] * shape[1] // WG_THREADS <= MAX_ACC_REGISTERS
+
+  def add(k_tile, sums):
+    total, rest = sums
+    for index, group in enumerate(of.groups):
+      found = _registers(lambda acc, index=index: multiply(acc, k_tile, index), shape)
+      if group is of.groups[-1]:
+        larger = total + found
+        if apart:
+          rest = rest + ((total - larger) + found)
+        total = larger
+      elif apart:
+        rest = rest + found * jnp.float32(group.scale)
+      else:
+        total = total + _finite(found, of) * jnp.float32(group.scale)
+    return total, rest
+
+  start = _zeros(shape), _zeros(shape) if apart else jnp.float32(0.0)
+  total, rest = lax.fori_loop(jnp.int32(0), jnp.int32(k_steps), add, start)
+  return total + _finite(rest, of) if apart else total
+
+
+def sum_of_groups(
+    multiply: Callable[[Sequence[Ref]], None], *, shape: tuple[int, int], of: parts.Parts
+):
+  """Returns the sum [rows, cols] over all k tiles, each group's on the tensor cores.
+
+  `multiply(accs)` adds all products to the wgmma accumulators of their groups.
   """
 
-  def add(k_tile, total):
-    for index, group in enumerate(of.groups):
-      sums = _registers(lambda acc, index=index: multiply(acc, k_tile, index), shape)
-      if group is not of.groups[-1] and not of.scaled:
-        sums = jnp.where((sums < jnp.inf) & (sums > -jnp.inf), sums, 0.0)
-      total = total + sums * jnp.float32(group.scale)
-    return total
+  def run(*accs):
+    multiply(accs)
+    return lax.optimization_barrier([acc[...] for acc in accs])
 
-  return lax.fori_loop(jnp.int32(0), jnp.int32(k_steps), add, _zeros(shape))
+  *smaller, largest = pl.run_scoped(
+      run, *(plgpu.ACC(shape, jnp.float32) for _ in of.groups)
+  )
+  for group, sums in zip(of.groups, smaller, strict=False):
+    largest = largest + _finite(sums, of) * jnp.float32(group.scale)
+  return largest
+
+
+def _finite(sums, of: parts.Parts):
+  """Sums of smaller products, or 0 where operands made inf or nan of them."""
+  if of.scaled:
+    return sums
+  return jnp.where((sums < jnp.inf) & (sums > -jnp.inf), sums, 0.0)
 
 
 def _registers(

@@ -17,7 +17,8 @@ the sum of some of the products of parts, grouped by scale:
 (The error is relative, and at most that; the sum over k is rounded as float32 sums are.)
 
 The tensor cores truncate where they add. So each group is summed up on its own for one
-k tile, and then added to ordinary float32 sums.
+k tile, and then added to ordinary float32 sums. Sums of bf16_x3 over a short k may stay
+in the tensor cores: what they lose there is less than what the parts have lost.
 
   inf, nan   as in float32: what the smaller groups make of them is dropped, high high
              has them right
@@ -119,7 +120,7 @@ def check(problem: Problem, config: PersistentConfig) -> str | None:
     return "float16_parts=True excludes swap"
   if not is_split(problem):
     return None
-  if config.promote != 1:
+  if config.promote != 1 and (config.promote or problem.algorithm != "bf16_x3"):
     return f"promote={config.promote}: sums of {problem.algorithm} take 1"
   if not config.pad:
     return f"pad=False: parts of {problem.algorithm} are padded as they are made"

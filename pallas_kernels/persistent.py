@@ -95,14 +95,17 @@ def check_config(problem: Problem, config: PersistentConfig) -> str | None:
   ):
     if shared > 1 and tile_mn % (8 * shared):
       return f"tiles of {tile_mn} rows: {shared} CTAs load a multiple of 8 each"
-  product = multiplied(problem, config)
+  product, split = multiplied(problem, config), parts.of(problem, config)
   return (
       _check_loads(problem, config)
       or check_swap(problem, config)
       or tiles.check_tile(
           product, config.tile_m, config.tile_n, config.tile_k, most_n=MAX_TILE_N
       )
-      or accumulate.check(wg_m, wg_n, config.promote, registers(config))
+      or accumulate.check(
+          wg_m, wg_n, config.promote, registers(config),
+          len(split.groups) if split else 1,
+      )
       or _check_wg_n(product, wg_n)
       or tiles.check_smem(smem_bytes(problem, config))
   )
@@ -341,11 +344,19 @@ def run(
               is_last=index == len(split.groups) - 1, **starts,
           )
 
+        def multiply_groups(accs):
+          ring.consume_groups(
+              accs, refs, first_step=local * k_steps, num_steps=k_steps,
+              groups=split.groups, **starts,
+          )
+
         if split is None:
           acc = accumulate.sum_over_k(
               multiply, shape=wg_tile_shape, k_steps=k_steps, promote=config.promote,
               dtype=problem.acc_dtype,
           )
+        elif not config.promote:
+          acc = accumulate.sum_of_groups(multiply_groups, shape=wg_tile_shape, of=split)
         else:
           acc = accumulate.sum_of_parts(
               multiply_group, shape=wg_tile_shape, k_steps=k_steps, of=split

@@ -154,6 +154,31 @@ class Ring:
     plgpu.wgmma_wait(0)
     plgpu.barrier_arrive(self._barrier(refs["empty"], first_step + num_steps - 1))
 
+  def consume_groups(
+      self, accs, refs, *, first_step, num_steps, groups, lhs_start, rhs_start
+  ):
+    """Each of `accs` += the products of parts of its group, as `consume` does."""
+    slots = refs["lhs_slots"], refs["rhs_slots"]
+
+    def multiply(i, _):
+      slot, issued = self._slot(first_step + i), 0
+      plgpu.barrier_wait(self._barrier(refs["full"], first_step + i))
+      for acc, group in zip(accs, groups, strict=True):
+        for pair in group.pairs:
+          issued += operand_tiles.multiply(
+              acc, self.prepared, slots, slot, lhs_start=lhs_start,
+              rhs_start=rhs_start, parts=pair,
+          )
+      plgpu.wgmma_wait(issued)
+
+      @pl.when(i > 0)
+      def _free_the_last_slot():
+        plgpu.barrier_arrive(self._barrier(refs["empty"], first_step + i - 1))
+
+    lax.fori_loop(jnp.int32(0), jnp.int32(num_steps), multiply, None)
+    plgpu.wgmma_wait(0)
+    plgpu.barrier_arrive(self._barrier(refs["empty"], first_step + num_steps - 1))
+
   def consume_parts(
       self, acc, refs, *, step, pairs, is_first, is_last, lhs_start, rhs_start
   ):
