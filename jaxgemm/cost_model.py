@@ -111,6 +111,9 @@ def estimate(
   split = parts.of(problem, config)
   splitting = _splitting(problem, split) if split else ()
   num_parts, num_products = (split.count, split.num_products) if split else (1, 1)
+  promotes = config.promote and not (
+      isinstance(config, PersistentConfig) and persistent.overlaps(problem, config)
+  )
   problem = _multiplied(problem, config)
   shared_rhs, shared_lhs = _multicast(config)
   splits = getattr(config, "splits", 1)
@@ -142,7 +145,7 @@ def estimate(
   )
   busy = _busy(
       problem, kernel, config, device, model, per_sm=per_sm, k_steps=k_steps, sums=sums,
-      masked=masked and sums == 1, steps_of_slot=num_products,
+      masked=masked and sums == 1, steps_of_slot=num_products, promotes=promotes,
       supply=_supply(problem, config, model, costs, loaded, num_parts / num_products),
   )
   memory = _memory(problem, device, model, memory_costs, tiles_m, tiles_n)
@@ -192,7 +195,7 @@ def _supply(
 def _busy(
     problem: Problem, kernel: str, config: Config, device: Device, model: Model, *,
     per_sm: int, k_steps: int, sums: int, masked: bool, steps_of_slot: int,
-    supply: float,
+    promotes: bool, supply: float,
 ) -> float:
   """Time of the busiest SM for its tiles."""
   specialised = isinstance(config, PersistentConfig)
@@ -213,7 +216,7 @@ def _busy(
   ahead = max(getattr(config, "num_stages", 1) - 1, 0.5) * steps_of_slot
   if kernel == direct.NAME:
     ahead = math.inf
-  promotion = model.promotion / config.promote if config.promote else 0.0
+  promotion = model.promotion / config.promote if promotes else 0.0
 
   # The epilogue of a tile. CTAs that share an SM store while others multiply, unless
   # the stores are masked: those occupy the SM's own pipes.

@@ -104,7 +104,7 @@ def check_config(problem: Problem, config: PersistentConfig) -> str | None:
       )
       or accumulate.check(
           wg_m, wg_n, config.promote, registers(config),
-          len(split.groups) if split else 1,
+          num_accs=len(split.groups) if split else 1,
       )
       or _check_wg_n(product, wg_n)
       or tiles.check_smem(smem_bytes(problem, config))
@@ -190,6 +190,14 @@ def registers(config: PersistentConfig) -> int:
   """
   kept = 128 if config.consumers == 3 else rings.CONSUMER_REGISTERS[config.consumers]
   return kept - accumulate.OTHER_REGISTERS
+
+
+def overlaps(problem: Problem, config: PersistentConfig) -> bool:
+  """Whether the tensor cores go on with smaller products while others are promoted."""
+  split = parts.of(problem, config)
+  if split is None:
+    return False
+  return not config.promote or (split.scaled and accumulate.fits(3, wg_tile(config)))
 
 
 def num_teams(config: PersistentConfig) -> int:
@@ -344,19 +352,25 @@ def run(
               is_last=index == len(split.groups) - 1, **starts,
           )
 
-        def multiply_groups(accs):
-          ring.consume_groups(
-              accs, refs, first_step=local * k_steps, num_steps=k_steps,
-              groups=split.groups, **starts,
+        def multiply_groups(accs, groups, k_step, in_flight):
+          ring.consume_step(
+              accs, refs, step=local * k_steps + k_step, is_first=k_step == 0,
+              groups=groups, in_flight=in_flight, **starts,
           )
+
+        def finish():
+          ring.finish(refs, step=local * k_steps + k_steps - 1)
 
         if split is None:
           acc = accumulate.sum_over_k(
               multiply, shape=wg_tile_shape, k_steps=k_steps, promote=config.promote,
               dtype=problem.acc_dtype,
           )
-        elif not config.promote:
-          acc = accumulate.sum_of_groups(multiply_groups, shape=wg_tile_shape, of=split)
+        elif overlaps(call.result, config):
+          acc = accumulate.sum_of_groups(
+              multiply_groups, finish, shape=wg_tile_shape, k_steps=k_steps, of=split,
+              promote=config.promote > 0,
+          )
         else:
           acc = accumulate.sum_of_parts(
               multiply_group, shape=wg_tile_shape, k_steps=k_steps, of=split

@@ -151,33 +151,36 @@ class Ring:
         plgpu.barrier_arrive(self._barrier(refs["empty"], first_step + i - 1))
 
     lax.fori_loop(jnp.int32(0), jnp.int32(num_steps), multiply, None)
-    plgpu.wgmma_wait(0)
-    plgpu.barrier_arrive(self._barrier(refs["empty"], first_step + num_steps - 1))
+    self.finish(refs, step=first_step + num_steps - 1)
 
-  def consume_groups(
-      self, accs, refs, *, first_step, num_steps, groups, lhs_start, rhs_start
+  def consume_step(
+      self, accs, refs, *, step, is_first, groups, in_flight, lhs_start, rhs_start
   ):
-    """Each of `accs` += the products of parts of its group, as `consume` does."""
-    slots = refs["lhs_slots"], refs["rhs_slots"]
+    """Each of `accs` += the products of parts of its group, of one slot; see `parts`.
 
-    def multiply(i, _):
-      slot, issued = self._slot(first_step + i), 0
-      plgpu.barrier_wait(self._barrier(refs["full"], first_step + i))
-      for acc, group in zip(accs, groups, strict=True):
-        for pair in group.pairs:
-          issued += operand_tiles.multiply(
-              acc, self.prepared, slots, slot, lhs_start=lhs_start,
-              rhs_start=rhs_start, parts=pair,
-          )
-      plgpu.wgmma_wait(issued)
+    The wgmma of the last `in_flight` groups stay in flight; those of the step before,
+    but for the first, have come to their end. After the last step: `finish`.
+    """
+    slots, issued = (refs["lhs_slots"], refs["rhs_slots"]), []
+    plgpu.barrier_wait(self._barrier(refs["full"], step))
+    for acc, group in zip(accs, groups, strict=True):
+      for pair in group.pairs:
+        count = operand_tiles.multiply(
+            acc, self.prepared, slots, self._slot(step), lhs_start=lhs_start,
+            rhs_start=rhs_start, parts=pair,
+        )
+        issued.append(count)
+    late = sum(len(group.pairs) for group in groups[len(groups) - in_flight :])
+    plgpu.wgmma_wait(sum(issued[len(issued) - late :]))
 
-      @pl.when(i > 0)
-      def _free_the_last_slot():
-        plgpu.barrier_arrive(self._barrier(refs["empty"], first_step + i - 1))
+    @pl.when(jnp.logical_not(is_first))
+    def _free_the_last_slot():
+      plgpu.barrier_arrive(self._barrier(refs["empty"], step - 1))
 
-    lax.fori_loop(jnp.int32(0), jnp.int32(num_steps), multiply, None)
+  def finish(self, refs, *, step):
+    """Waits for all wgmma, the last of which read the slot of `step`."""
     plgpu.wgmma_wait(0)
-    plgpu.barrier_arrive(self._barrier(refs["empty"], first_step + num_steps - 1))
+    plgpu.barrier_arrive(self._barrier(refs["empty"], step))
 
   def consume_parts(
       self, acc, refs, *, step, pairs, is_first, is_last, lhs_start, rhs_start

@@ -10,7 +10,7 @@ and returns the kernels of that second call in the order of their launch.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 import itertools
 import random
 import time
@@ -103,12 +103,12 @@ def interleaved[Name: Hashable](
       results = jax.block_until_ready(session())
     return results
 
-  kernels = iter(_measure(burn_in, session, detach=True))
+  kernels = _measure(burn_in, session, detach=True)
   times_us: dict[Name, list[float]] = {name: [] for name in variants}
   for name in itertools.chain.from_iterable(rounds):
     times_us[name].append(_take(kernels, name, kernel_names[name]))
-  if extra := list(kernels):
-    raise RuntimeError(f"{len(extra)} kernels more than expected: {extra[0][0]} ...")
+  if kernels:
+    raise RuntimeError(f"{len(kernels)} kernels more than expected: {kernels[0][0]} ...")
   return times_us
 
 
@@ -143,14 +143,19 @@ def _once(
   return lambda: variant(*arguments)
 
 
-def _take(
-    kernels: Iterator[tuple[str, float]], name: Hashable, expected: Sequence[str]
-) -> float:
-  """Returns the microseconds of the next call, whose kernels are `expected`."""
-  call = list(itertools.islice(kernels, len(expected)))
-  if [kernel for kernel, _ in call] != list(expected):
-    raise RuntimeError(
-        f"a call of {name!r} launched {[kernel for kernel, _ in call]}, its first"
-        f" call {list(expected)}"
-    )
-  return 1e3 * sum(time_ms for _, time_ms in call)
+def _take(kernels: Kernels, name: Hashable, expected: Sequence[str]) -> float:
+  """Takes the kernels of the next call, `expected`, and returns their microseconds.
+
+  CUPTI tells of the kernel of a conditional branch after those of the next call: of
+  each name the first counts. A kernel that is not there leaves too few for the last.
+  """
+  time_ms = 0.0
+  for kernel in expected:
+    index = next((i for i, (found, _) in enumerate(kernels) if found == kernel), None)
+    if index is None:
+      left = [found for found, _ in kernels[: len(expected)]]
+      raise RuntimeError(
+          f"a call of {name!r} launched {left}, its first call {list(expected)}"
+      )
+    time_ms += kernels.pop(index)[1]
+  return 1e3 * time_ms
