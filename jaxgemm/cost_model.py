@@ -395,7 +395,8 @@ def estimate_xla(problem: Problem, device: Device) -> tuple[float, str] | None:
   rate = device.matrix_tflops[problem.dtype] * 1e6
   busy, memory = problem.flops / rate, problem.num_bytes / (device.bandwidth_tbps * 1e6)
   if problem.algorithm == "bf16_x3":
-    return 4.0 + _soft_max(busy / 0.47, memory / 0.8), "its own three products"
+    time = min(busy, 35.0) + _soft_max(busy / 0.5, memory / 0.8)
+    return 4.0 + time, "its own three products"
   if parts.is_split(problem):  # cuBLAS: a tile needs 128 x 128 elements, an SM a tile.
     rows, cols = (
         tiles.round_up(size, 128 if size > 64 else 32) for size in (problem.m, problem.n)
