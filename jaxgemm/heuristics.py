@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxgemm import cost_model
 from jaxgemm.device import Device
-from pallas_kernels import KERNELS, direct, parts, persistent, tiles
+from pallas_kernels import KERNELS, accumulate, direct, parts, persistent, tiles
 from pallas_kernels.exchange import MAX_CTAS
 from pallas_kernels.problem import (
   BlockedConfig,
@@ -114,7 +114,7 @@ def _configs(problem: Problem, device: Device) -> Iterator[tuple[str, Config]]:
       if shape[3] == "n":
         continue  # Never seen to win.
       yield from _specialised(problem, problem, device, (*shape, False))
-      if problem.algorithm == "bf16_x6" and _as_exact_in_halves(problem):
+      if problem.algorithm == "bf16_x6" and _as_exact_in_halves(problem, shape):
         yield from _specialised(
             problem, problem, device, (*shape, False), float16_parts=True
         )
@@ -139,14 +139,19 @@ def _configs(problem: Problem, device: Device) -> Iterator[tuple[str, Config]]:
     yield from _specialised(problem, problem.transposed, device, (*shape, True))
 
 
-def _as_exact_in_halves(problem: Problem) -> bool:
+def _as_exact_in_halves(problem: Problem, shape: _Shape) -> bool:
   """Whether float16 parts are as exact as XLA's float32 product.
 
-  Their error is 1.5e-7 to 2.5e-7 (H200, normal and uniform data, k of 64 to 8192).
-  cuBLAS's is 1.3e-8 to 1.8e-8 times the root of k; where it has too few tiles for all
-  SMs it splits k, and the root is that of a part.
+  Their error is 1.5e-7 to 2.5e-7 (H200, normal and uniform data, k of 64 to 8192), the
+  more where the sums of a tile leave no registers for those of smaller products.
+  cuBLAS's is 1.3e-8 to 1.8e-8 times the root of k, or 1.4e-7 at k = 2048 in some of its
+  kernels; where it has too few tiles for all SMs it splits k, and is more exact still.
   """
-  return problem.k >= 128 and problem.batch * problem.m * problem.n >= 1 << 21
+  tile_m, tile_n, consumers, wg_dim = shape[:4]
+  rows = tile_m if wg_dim == "tile" else tile_m // consumers
+  if problem.k < (128 if accumulate.fits(3, (rows, tile_n)) else 4096):
+    return False
+  return problem.batch * problem.m * problem.n >= 1 << 21
 
 
 def _swapped_tiles(problem: Problem) -> Iterator[tuple[int, int, int, str]]:

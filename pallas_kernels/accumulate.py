@@ -74,7 +74,7 @@ def sum_over_k(
   rounds, rest = divmod(k_steps, promote)
   total = lax.fori_loop(
       jnp.int32(0), jnp.int32(rounds),
-      lambda i, total: total + part(i * promote, promote), _zeros(shape, dtype),
+      lambda i, total: total + part(i * promote, promote), zeros(shape, dtype),
   )
   return total + part(jnp.int32(rounds * promote), rest) if rest else total
 
@@ -87,8 +87,8 @@ def sum_of_parts(
 
   `multiply(acc, k_tile, index)` adds the products of group `index` to the wgmma
   accumulator `acc`. Where registers allow it, the smaller groups have a sum of their
-  own, to which goes what the rounding of the other takes away (Dekker's fast
-  two-sum): the error then does not grow with k.
+  own, to which goes what the rounding of the other takes away: the error then does
+  not grow with k.
   """
   apart = fits(3, shape)
 
@@ -97,19 +97,19 @@ def sum_of_parts(
     for index, group in enumerate(of.groups):
       found = _registers(lambda acc, index=index: multiply(acc, k_tile, index), shape)
       if group is of.groups[-1]:
-        larger = total + found
         if apart:
-          rest = rest + ((total - larger) + found)
-        total = larger
+          total, rest = two_sum(total, rest, found)
+        else:
+          total = total + found
       elif apart:
         rest = rest + found * jnp.float32(group.scale)
       else:
-        total = total + _finite(found, of) * jnp.float32(group.scale)
+        total = total + _smaller(found, of) * jnp.float32(group.scale)
     return total, rest
 
-  start = _zeros(shape), _zeros(shape) if apart else jnp.float32(0.0)
+  start = zeros(shape), zeros(shape) if apart else jnp.float32(0.0)
   total, rest = lax.fori_loop(jnp.int32(0), jnp.int32(k_steps), add, start)
-  return total + _finite(rest, of) if apart else total
+  return total + finite(rest) if apart else total
 
 
 def sum_of_groups(
@@ -135,7 +135,7 @@ def sum_of_groups(
 
       return total + pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
 
-    total = lax.fori_loop(jnp.int32(0), jnp.int32(k_steps), add, _zeros(shape))
+    total = lax.fori_loop(jnp.int32(0), jnp.int32(k_steps), add, zeros(shape))
     finish()
     return lax.optimization_barrier((*(acc[...] for acc in accs), total))
 
@@ -150,15 +150,27 @@ def sum_of_groups(
   run, groups = (apart, smaller) if promote else (together, of.groups)
   *rest, total = pl.run_scoped(run, *(plgpu.ACC(shape, jnp.float32) for _ in groups))
   for group, sums in zip(smaller, rest, strict=True):
-    total = total + _finite(sums, of) * jnp.float32(group.scale)
+    total = total + _smaller(sums, of) * jnp.float32(group.scale)
   return total
 
 
-def _finite(sums, of: parts.Parts):
-  """Sums of smaller products, or 0 where operands made inf or nan of them."""
-  if of.scaled:
-    return sums
+def two_sum(total, rest, x):
+  """(total + x, rest + what the rounding of that takes away).
+
+  Exactly so where x is no larger than the total (Dekker's fast two-sum).
+  """
+  larger = total + x
+  return larger, rest + ((total - larger) + x)
+
+
+def finite(sums):
+  """The sums, or 0 where they are inf or nan."""
   return jnp.where((sums < jnp.inf) & (sums > -jnp.inf), sums, 0.0)
+
+
+def _smaller(sums, of: parts.Parts):
+  """Sums of smaller products, or 0 where operands made inf or nan of them."""
+  return sums if of.scaled else finite(sums)
 
 
 def _registers(
@@ -173,5 +185,5 @@ def _registers(
   return pl.run_scoped(run, plgpu.ACC(shape, jnp.dtype(dtype)))
 
 
-def _zeros(shape: tuple[int, int], dtype: str = "float32"):
+def zeros(shape: tuple[int, int], dtype: str = "float32"):
   return plgpu.layout_cast(jnp.zeros(shape, jnp.dtype(dtype)), plgpu.Layout.WGMMA)

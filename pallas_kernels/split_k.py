@@ -29,7 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import calls, persistent, tiles
+from pallas_kernels import accumulate, calls, persistent, tiles
 from pallas_kernels import epilogue as epilogues
 from pallas_kernels.exchange import MAX_CTAS, Exchange
 from pallas_kernels.problem import Epilogue, Problem, SplitKConfig
@@ -188,22 +188,21 @@ def _reduce(partials, c, problem, config, num_sms, interpret) -> jax.Array:
       ]
       return plgpu.load(part, layout=plgpu.Layout.WGMMA, optimized=False)
 
-    def _add(acc, first, count):
+    def _add(sums, first, count):
       parts = [_load(first + i) for i in range(count)]
       for part in parts:
-        acc = acc + part
-      return acc
+        sums = accumulate.two_sum(*sums, part)
+      return sums
 
     rounds, rest = divmod(splits, LOADS_IN_FLIGHT)
-    acc = plgpu.layout_cast(
-        jnp.zeros((epilogues.PIECE_ROWS, piece_cols), jnp.float32), plgpu.Layout.WGMMA
-    )
-    acc = lax.fori_loop(
+    zeros = accumulate.zeros((epilogues.PIECE_ROWS, piece_cols))
+    sums = lax.fori_loop(
         jnp.int32(0), jnp.int32(rounds),
-        lambda i, acc: _add(acc, i * LOADS_IN_FLIGHT, LOADS_IN_FLIGHT), acc,
+        lambda i, sums: _add(sums, i * LOADS_IN_FLIGHT, LOADS_IN_FLIGHT), (zeros, zeros),
     )
-    acc = _add(acc, rounds * LOADS_IN_FLIGHT, rest)
-    epilogue.store(acc, out_gmem, c_gmem, refs, wg=0, batch=batch, row=row, col=col)
+    total, rest = _add(sums, rounds * LOADS_IN_FLIGHT, rest)
+    total = total + accumulate.finite(rest)
+    epilogue.store(total, out_gmem, c_gmem, refs, wg=0, batch=batch, row=row, col=col)
     epilogue.finish()
 
   inputs = (partials, *(epilogues.prepare_c(x, problem) for x in c))

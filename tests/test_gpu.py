@@ -330,9 +330,10 @@ def _exact_operands(size, layouts, draw):
 
 
 def _is_as_exact(result, truth, theirs):
-  """At most half as far again from the truth as XLA's float32 product."""
+  """At most half as far again from the truth as XLA's float32 product, or its last bit.
+  """
   for ours, others in zip(_errors(result, truth), theirs, strict=True):
-    assert ours <= 1.5 * others, (ours, others)
+    assert ours <= 1.5 * max(others, 2.0**-23), (ours, others)
 
 
 @pytest.mark.parametrize("draw", DRAWS)
@@ -349,11 +350,13 @@ def test_best_kernel_is_as_exact_as_float32(size, layouts, draw):
 
 @pytest.mark.parametrize("draw", DRAWS)
 @pytest.mark.parametrize("layouts", LAYOUTS)
-@pytest.mark.parametrize("fields", [dict(tile_n=192), dict(tile_n=128, cluster_m=2)],
-                         ids=str)
-def test_float16_parts_are_as_exact_as_float32(fields, layouts, draw):
+@pytest.mark.parametrize(
+    ("k", "fields"),
+    [(4096, dict(tile_n=192)), (2048, dict(tile_n=128, cluster_m=2))], ids=str,
+)
+def test_float16_parts_are_as_exact_as_float32(k, fields, layouts, draw):
   """Also where some elements are lost in float16: then others take their place."""
-  problem, operands, truth, theirs = _exact_operands(SIZES[0], layouts, draw)
+  problem, operands, truth, theirs = _exact_operands((2048, 2304, k), layouts, draw)
   config = small_config(
       "persistent", promote=1, num_stages=2, float16_parts=True, **fields
   )
