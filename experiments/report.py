@@ -13,7 +13,7 @@ from typing import Self
 from matplotlib.figure import Figure
 import tabulate
 
-from experiments import timing
+from experiments import suites, timing
 from experiments.gate import Verdict
 from experiments.products import Candidate
 from experiments.suites import Case
@@ -40,7 +40,7 @@ class Row:
   Attributes:
     suite, klass ("class" in JSON), name: where the problem comes from.
     batch, m, n, k, lhs_layout, rhs_layout, dtype, out_dtype: the problem.
-    precision: the `precision` argument of both products; "default" is None.
+    precision: that of both products, in the words of --precision.
     implementation: a member of products.IMPLEMENTATIONS.
     plan: what ran; "n/a: " and why it could not serve; or "failed: " and why the
       gate rejected it, then the plan.
@@ -155,7 +155,7 @@ def make_row(
       rhs_layout=problem.rhs_layout,
       dtype=problem.dtype,
       out_dtype=problem.out_dtype,
-      precision="default",
+      precision=suites.precision_of(problem),
       implementation=candidate.implementation,
       plan=plan,
       time_us=time_us,

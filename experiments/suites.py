@@ -23,6 +23,7 @@ LAYOUTS = ("NN", "NT", "TN", "TT")
 DTYPES = ("bfloat16", "float16", "float32")
 SUITES = ("demo", "issue2", "full", "float32", "random")
 _NUM_FLOAT32 = 40
+_ALGORITHMS = {"high": "bf16_x3", "highest": "bf16_x6"}  # Of float32 operands.
 
 # What is not small: it takes some 10 us, of which its launch is a small part.
 _LARGE_FLOPS = 8e9
@@ -104,9 +105,16 @@ def at_precision(case: Case, precision: str) -> Case:
   """Returns the case at a precision: it says something of float32 operands only."""
   if case.problem.dtype != "float32" or precision == "default":
     return case
-  algorithm = {"high": "bf16_x3", "highest": "bf16_x6"}[precision]
-  problem = dataclasses.replace(case.problem, algorithm=algorithm)
+  problem = dataclasses.replace(case.problem, algorithm=_ALGORITHMS[precision])
   return dataclasses.replace(case, name=f"{case.name} {precision}", problem=problem)
+
+
+def precision_of(problem: Problem) -> str:
+  """Returns the precision at which a problem is, as `at_precision` takes it."""
+  for precision, algorithm in _ALGORITHMS.items():
+    if problem.algorithm == algorithm:
+      return precision
+  return "default"
 
 
 def demo_suite(on_gpu: bool) -> list[Case]:

@@ -43,8 +43,7 @@ def matmul(
   Args:
     a: [*batch, m, k], or [k].
     b: [*batch, k, n], or [k]. The batches broadcast; mixed dtypes promote.
-    precision: as for jnp.matmul. The kernels serve bfloat16 and float16 at any
-      lax.Precision, and float32 at the default precision, as TF32.
+    precision: as for jnp.matmul; `jaxgemm.precision` says what each one computes.
     preferred_element_type: dtype of the result. Sums are float32 in any case.
     out_sharding: sharding of the result on a mesh with explicit axes.
     implementation: None (the plan chooses), "blocked", "direct", "pipelined",
