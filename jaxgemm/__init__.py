@@ -9,6 +9,9 @@ from jaxgemm.autotune import autotune as autotune
 from jaxgemm.contexts import emulate as emulate
 from jaxgemm.contexts import target as target
 from jaxgemm.plan import Plan as Plan
+from jaxgemm.quantisation import dequantise as dequantise
+from jaxgemm.quantisation import quantise as quantise
+from jaxgemm.scaled import scaled_matmul as scaled_matmul
 from jaxgemm.user_table import TableWarning as TableWarning
 
 __version__ = "0.1.0"

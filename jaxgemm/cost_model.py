@@ -201,7 +201,7 @@ def _busy(
   specialised = isinstance(config, PersistentConfig)
   in_turn = specialised and config.wg_dim == "tile"
   cluster_k = getattr(config, "cluster_k", 1)
-  rate = device.matrix_tflops[problem.dtype] * 1e6 / device.num_sms  # FLOP/us
+  rate = device.tflops(problem.dtype) * 1e6 / device.num_sms  # FLOP/us
   tile_n = max(config.tile_n, model.narrow)
   matrix = 2 * config.tile_m * tile_n * config.tile_k / rate
   if specialised and (in_turn or config.consumers == 1):
@@ -392,7 +392,7 @@ def estimate_xla(problem: Problem, device: Device) -> tuple[float, str] | None:
   to load, and else over before a pass has been launched. Something is added for what
   is not known of it.
   """
-  rate = device.matrix_tflops[problem.dtype] * 1e6
+  rate = device.tflops(problem.dtype) * 1e6
   busy, memory = problem.flops / rate, problem.num_bytes / (device.bandwidth_tbps * 1e6)
   if problem.algorithm == "bf16_x3":
     time = min(busy, 35.0) + _soft_max(busy / 0.5, memory / 0.8)

@@ -40,6 +40,12 @@ class Device:
   # A dict does not hash; the kind already tells devices apart.
   matrix_tflops: Mapping[str, float] = dataclasses.field(hash=False)
 
+  def tflops(self, dtype: str) -> float:
+    """Rate of the tensor cores; of 8-bit operands twice that of 16-bit ones, on paper."""
+    if dtype in self.matrix_tflops:
+      return self.matrix_tflops[dtype]
+    return 2 * self.matrix_tflops["bfloat16"]
+
   def max_clusters(self, size: int) -> int:
     """Clusters of `size` CTAs, one CTA an SM, that run at the same time.
 

@@ -308,6 +308,8 @@ def promotion(problem: Problem, k_steps: int) -> int:
   """
   if parts.is_split(problem):
     return int(problem.algorithm != "bf16_x3" or k_steps > _MOST_TRUNCATED)
+  if problem.epilogue.scaling == "blocks":
+    return 1
   if problem.out_dtype != "float32" or problem.dtype == "float32":
     return 0
   return max(1, min(4, k_steps // 4))

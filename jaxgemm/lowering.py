@@ -18,9 +18,10 @@ from pallas_kernels import compat
 def xla_product(product: Product, lhs, rhs, c=None, *, cuda: bool) -> jax.Array:
   """The product by lax.dot_general, from the operands as they are stored."""
   dims, out_dtype = product.dims, jnp.dtype(product.out_dtype)
-  # XLA rounds to the operands' dtype or to float32 by itself; any other result, and
-  # an epilogue, starts from float32.
-  plain = product.alpha == 1.0 and c is None and out_dtype in (lhs.dtype, jnp.float32)
+  # XLA rounds to the operands' dtype or to float32 (int32) by itself; any other result,
+  # and an epilogue, starts from float32.
+  dtypes = (lhs.dtype, jnp.int32 if lhs.dtype == jnp.int8 else jnp.float32)
+  plain = product.alpha == 1.0 and c is None and out_dtype in dtypes
   out = lax.dot_general(
       lhs, rhs, dims.dimension_numbers,
       precision=(for_xla if cuda else _portable)(product.precision),
@@ -104,13 +105,13 @@ def local_product(product: Product, lhs, rhs, c=None) -> jax.Array:
   device = planned_device(product)
   assert device is not None
   if emulated:
-    out = _emulated(plan, operands, device)
+    out = emulated_product(plan, operands, device)
   else:
     out = plans.run(plan, operands, device)
   return lax.reshape(out, dims.out_shape(lhs.shape, rhs.shape))
 
 
-def _emulated(plan: plans.Plan, operands, device: Device) -> jax.Array:
+def emulated_product(plan: plans.Plan, operands, device: Device) -> jax.Array:
   """Runs the kernel in interpret mode from a callback.
 
   The interpreter orders its steps by effects, which checkpoint and grad refuse; a

@@ -6,6 +6,8 @@ where no algorithm is, or where no kernel takes the dtypes, the answer is a reas
   algorithm  operands  products  error of one product  asked for as (float32 operands)
   bf16_f32   bfloat16  1         none
   f16_f32    float16   1         none
+  e4m3_f32   float8    1         none; the tensor cores sum to 14 bits or so
+  i8_i32     int8      1         none, nor of the sum, which wraps
   tf32_f32   float32   1         2**-10                default, TF32_TF32_F32
   bf16_x3    float32   3         2**-14                high, BF16_BF16_F32_X3
   bf16_x6    float32   6         2**-23                highest, F32_F32_F32,
@@ -45,6 +47,9 @@ from pallas_kernels.problem import ALGORITHM_OF_DTYPE, OUT_DTYPES
 
 _Preset = lax.DotAlgorithmPreset
 
+_OF_EIGHT_BITS = {
+    "int8": "i8_i32", "float8_e4m3fn": "e4m3_f32", "float8_e5m2": "e5m2_f32",
+}
 # What is at least as accurate as XLA's product for the same preset. tf32_f32 has no
 # lower parts: a kernel of three TF32 products would be slower than bf16_x6 is.
 _OF_PRESET = {
@@ -72,6 +77,11 @@ _XLA_MISSES = (_Preset.BF16_BF16_F32_X6, _Preset.BF16_BF16_F32_X9)
 # relative to it; sums over k are rounded as float32 sums are.
 ERRORS = {
     "bf16_f32": "products of bfloat16 are exact",
+    **dict.fromkeys(
+        ("e4m3_f32", "e5m2_f32", "e4m3_e5m2_f32", "e5m2_e4m3_f32"),
+        "products of 8-bit operands are exact, their sums those of the tensor cores",
+    ),
+    "i8_i32": "exact, in int32, which wraps",
     "f16_f32": "products of float16 are exact",
     "tf32_f32": "operands rounded to TF32: 2**-11 each",
     "bf16_x3": "three products of bfloat16 parts: 2**-14",
@@ -97,16 +107,32 @@ def choose_algorithm(
         f"lhs is {lhs_dtype} and rhs {rhs_dtype}: the kernels need operands of one"
         " dtype"
     )
+  if lhs_dtype in _OF_EIGHT_BITS:
+    return _of_eight_bits(lhs_dtype, out_dtype, precision)
   if lhs_dtype not in ALGORITHM_OF_DTYPE:
-    return None, (
-        f"lhs and rhs are {lhs_dtype}: the kernels take {', '.join(ALGORITHM_OF_DTYPE)}"
-    )
+    known = (*ALGORITHM_OF_DTYPE, *_OF_EIGHT_BITS)
+    return None, f"lhs and rhs are {lhs_dtype}: the kernels take {', '.join(known)}"
   if out_dtype not in OUT_DTYPES:
     return None, f"the result is {out_dtype}: the kernels store {', '.join(OUT_DTYPES)}"
   algorithm = _algorithm(lhs_dtype, precision)
   if algorithm is None:
     return None, f"no kernel multiplies {lhs_dtype} operands at precision {precision}"
   return algorithm, ""
+
+
+def _of_eight_bits(
+    dtype: str, out_dtype: str, precision: Any
+) -> tuple[str | None, str]:
+  """As `choose_algorithm`, for operands of 8 bits.
+
+  XLA sums more exactly on the tensor cores where more than the default is asked for.
+  """
+  known = ("int32",) if dtype == "int8" else OUT_DTYPES
+  if out_dtype not in known:
+    return None, f"the result is {out_dtype}: of {dtype} the kernels store {known}"
+  if precision not in (None, (lax.Precision.DEFAULT,) * 2) and dtype != "int8":
+    return None, f"no kernel multiplies {dtype} operands at precision {precision}"
+  return _OF_EIGHT_BITS[dtype], ""
 
 
 def _algorithm(dtype: str, precision: Any) -> str | None:

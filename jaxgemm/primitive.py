@@ -199,6 +199,8 @@ def _any_product(operands, dims: Dims, out_dtype: str, out_sharding, product: Pr
   if isinstance(precision, (lax.DotAlgorithm, lax.DotAlgorithmPreset)):
     # The user said to what the operands are rounded, which holds for a cotangent.
     dtype = jnp.dtype(ALGORITHMS[product.algorithm])
+  elif min(lhs.dtype.itemsize, rhs.dtype.itemsize) == 1:  # Which JAX does not promote.
+    dtype = max(lhs.dtype, rhs.dtype, key=lambda dtype: dtype.itemsize)
   else:
     dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
   operands = [lax.convert_element_type(x, dtype) for x in operands]

@@ -58,13 +58,22 @@ def fits(sums: int, shape: tuple[int, int]) -> bool:
 
 def sum_over_k(
     multiply: Callable[[Ref, Any, Any], None], *, shape: tuple[int, int], k_steps: int,
-    promote: int, dtype: str = "float32",
+    promote: int, dtype: str = "float32", factors: Callable[[Any], Any] | None = None,
 ):
   """Returns the sum [rows, cols] over `k_steps` k tiles, in registers.
 
   `multiply(acc, first, count)` adds the k tiles first .. first + count - 1 to the
-  wgmma accumulator `acc`, of dtype `dtype`.
+  wgmma accumulator `acc`, of dtype `dtype`. `factors(k_tile)` gives the factors of the
+  sums of each k tile, if these have some.
   """
+  if factors is not None:
+    return lax.fori_loop(
+        jnp.int32(0), jnp.int32(k_steps),
+        lambda i, total: total + factors(i) * _registers(
+            lambda acc: multiply(acc, i, 1), shape, dtype
+        ),
+        zeros(shape, dtype),
+    )
 
   def part(first, count):
     return _registers(lambda acc: multiply(acc, first, count), shape, dtype)

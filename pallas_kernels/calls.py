@@ -15,7 +15,7 @@ from pallas_kernels import epilogue as epilogues
 from pallas_kernels import operand_tiles, parts
 from pallas_kernels.halves import Halves
 from pallas_kernels.problem import Config, Problem
-from pallas_kernels.scales import make_scales
+from pallas_kernels.scales import make_scales, pad_block_scales
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,7 @@ def make_call(
     stored_cols: int | None = None, by_registers: bool = False,
     halves: Halves | None = None,
 ) -> Call:
-  """Prepares operands (lhs, rhs[, c]) for a kernel.
+  """Prepares operands (lhs, rhs[, c], or scales) for a kernel.
 
   Args:
     operands, interpret: as `launch` gets them.
@@ -106,6 +106,10 @@ def make_call(
   if halves is not None:
     lhs_and_rhs = halves.lhs, halves.rhs
     facts, by_name = make_scales(halves.row_scales, halves.col_scales, config)
+  elif result.epilogue.scaling == "rows":
+    facts, by_name = make_scales(*(x[:, None] for x in operands[-2:]), config)
+  elif result.epilogue.scaling == "blocks":
+    by_name = pad_block_scales(*operands[-2:], config)
   elif (split := parts.of(result, config)) is not None:
     lhs_and_rhs = [
         parts.split(operand_tiles.mend_stride(x, split.dtype), split.count)

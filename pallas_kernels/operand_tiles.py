@@ -298,7 +298,7 @@ def prepare(
     if problem.rhs_layout != "k-major":
       rhs = (lax.transpose(x, (0, 2, 1)) for x in rhs)
     problem = dataclasses.replace(problem, lhs_layout="k-major", rhs_layout="k-major")
-  several, dtype = problem.batch > 1, problem.dtype
+  several = problem.batch > 1
   lhs_k_major, rhs_k_major = (
       layout == "k-major" for layout in (problem.lhs_layout, problem.rhs_layout)
   )
@@ -306,8 +306,9 @@ def prepare(
   lhs_way, rhs_way = ways(problem, wg_tile)
   lhs_facts = tuple(lhs), lhs_k_major, config.tile_m, problem.m, problem.lhs_batched
   rhs_facts = tuple(rhs), rhs_k_major, config.tile_n, problem.n, problem.rhs_batched
-  for is_lhs, its_way, (its, k_major, tile_mn, mn, batched) in (
-      (True, lhs_way, lhs_facts), (False, rhs_way, rhs_facts)
+  for is_lhs, dtype, its_way, (its, k_major, tile_mn, mn, batched) in (
+      (True, problem.dtype, lhs_way, lhs_facts),
+      (False, problem.rhs_dtype, rhs_way, rhs_facts),
   ):
     if by_registers and not emulated:
       its_way = "loads"

@@ -37,7 +37,15 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from pallas_kernels import accumulate, calls, halves, operand_tiles, parts, tiles
+from pallas_kernels import (
+  accumulate,
+  calls,
+  halves,
+  operand_tiles,
+  parts,
+  scales,
+  tiles,
+)
 from pallas_kernels import ring as rings
 from pallas_kernels.exchange import Exchange
 from pallas_kernels.problem import PersistentConfig, Problem
@@ -148,6 +156,15 @@ def check_swap(problem: Problem, config: PersistentConfig) -> str | None:
   return None
 
 
+def _check_scales(problem: Problem, config: PersistentConfig) -> str | None:
+  scaling = problem.epilogue.scaling
+  if scaling != "none" and config.swap:
+    return f"swap=True excludes scaling={scaling!r}"
+  if scaling == "blocks":
+    return scales.check_blocks(wg_tile(config), config.promote, config.tile_k)
+  return None
+
+
 def _check_wg_n(problem: Problem, wg_n: int) -> str | None:
   step = tiles.rhs_step(problem)
   if wg_n % step:
@@ -158,7 +175,8 @@ def _check_wg_n(problem: Problem, wg_n: int) -> str | None:
 def supports(problem: Problem, config: PersistentConfig) -> str | None:
   """The reason why this kernel cannot serve, or None."""
   return (
-      tiles.check_problem(problem)
+      tiles.check_problem(problem, scales=True)
+      or _check_scales(problem, config)
       or check_parts(problem, config, supports)
       or check_config(problem, config)
   )
@@ -308,6 +326,7 @@ def run(
   wg_tile_shape = wg_tile(config)
   ring, epilogue = make_ring(call.prepared, config, k_steps), call.epilogue
   split = parts.of(call.result, config)
+  in_blocks = call.result.epilogue.scaling == "blocks"
   teams = num_teams(config)
   grid = ClusterGrid.of(problem, config, num_sms=num_sms, copies=copies)
 
@@ -361,10 +380,16 @@ def run(
         def finish():
           ring.finish(refs, step=local * k_steps + k_steps - 1)
 
+        def block_factors(k_step):
+          return scales.block_factors(
+              refs, shape=wg_tile_shape, batch=of_batch, block=k_step,
+              row=m + share.row, col=n + share.col,
+          )
+
         if split is None:
           acc = accumulate.sum_over_k(
               multiply, shape=wg_tile_shape, k_steps=k_steps, promote=config.promote,
-              dtype=problem.acc_dtype,
+              dtype=problem.acc_dtype, factors=block_factors if in_blocks else None,
           )
         elif overlaps(call.result, config):
           acc = accumulate.sum_of_groups(

@@ -23,7 +23,8 @@ RhsLayout = Literal["n-major", "k-major"]
 #   bf16_f32, f16_f32: exact products of 16-bit operands.
 #   tf32_f32: float32 operands, of which the tensor core reads 10 mantissa bits.
 #   bf16_x3, bf16_x6, bf16_x9: float32 operands in bfloat16 parts: see `parts`.
-#   e4m3_f32, e5m2_f32: exact products of 8-bit floating-point operands.
+#   e4m3_f32, e5m2_f32, and two of one each: exact products of 8-bit floating-point
+#     operands.
 #   i8_i32: exact, sums of int32 included, which wrap.
 ALGORITHMS = {
     "bf16_f32": "bfloat16",
@@ -34,8 +35,13 @@ ALGORITHMS = {
     "bf16_x9": "float32",
     "e4m3_f32": "float8_e4m3fn",
     "e5m2_f32": "float8_e5m2",
+    "e4m3_e5m2_f32": "float8_e4m3fn",
+    "e5m2_e4m3_f32": "float8_e5m2",
     "i8_i32": "int8",
 }
+# The dtype of rhs, where that is not the one of lhs.
+_RHS_DTYPES = {"e4m3_e5m2_f32": "float8_e5m2", "e5m2_e4m3_f32": "float8_e4m3fn"}
+_MIXED = tuple(_RHS_DTYPES)
 # At JAX's default precision.
 ALGORITHM_OF_DTYPE = {
     "bfloat16": "bf16_f32", "float16": "f16_f32", "float32": "tf32_f32",
@@ -51,11 +57,15 @@ class Epilogue:
     alpha: factor of the product.
     beta: factor of `c`; with 0 there is no operand `c`.
     c_dtype: dtype of `c`, or None where beta is 0.
+    scaling: what factors the product has, which are operands: "rows", of each row and
+      of each column; "blocks", of each row and of each 128 columns, one for every 128
+      of k; see `scales`.
   """
 
   alpha: float = 1.0
   beta: float = 0.0
   c_dtype: str | None = None
+  scaling: Literal["none", "rows", "blocks"] = "none"
 
   @property
   def has_c(self) -> bool:
@@ -72,7 +82,7 @@ class Problem:
     lhs_batched, rhs_batched: False where one operand serves every product.
     lhs_layout: "k-major" is stored [m, k], "m-major" is stored [k, m].
     rhs_layout: "n-major" is stored [k, n], "k-major" is stored [n, k].
-    dtype: dtype of both operands, by name.
+    dtype: dtype of lhs, by name, and of rhs, if the algorithm does not say otherwise.
     out_dtype: dtype of the result, by name.
     algorithm: a key of ALGORITHMS.
     epilogue: what follows the accumulation.
@@ -132,6 +142,11 @@ class Problem:
     return (self.batch, self.m, self.n)
 
   @property
+  def rhs_dtype(self) -> str:
+    """Dtype of rhs, by name."""
+    return _RHS_DTYPES.get(self.algorithm, self.dtype)
+
+  @property
   def acc_dtype(self) -> str:
     """Dtype of the sums, by name."""
     return "int32" if self.dtype == "int8" else "float32"
@@ -144,6 +159,11 @@ class Problem:
         lhs_layout="k-major" if self.rhs_layout == "k-major" else "m-major",
         rhs_layout="k-major" if self.lhs_layout == "k-major" else "n-major",
         lhs_batched=self.rhs_batched, rhs_batched=self.lhs_batched,
+        dtype=self.rhs_dtype,
+        algorithm=(
+            _MIXED[1 - _MIXED.index(self.algorithm)]
+            if self.algorithm in _MIXED else self.algorithm
+        ),
     )
 
   @property

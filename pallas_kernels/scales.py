@@ -1,9 +1,18 @@
-"""Factors of the rows and of the columns of a product, before its epilogue.
+"""Factors of a product: of its rows and columns, or of blocks of its operands.
+
+Of rows and columns, before the epilogue:
 
   out[b, i, j] = row_scales[b, :, i] * col_scales[b, :, j] * (lhs[b] @ rhs[b])[i, j]
 
 Several factors of each may stand for one that float32 cannot hold. They are taken in
 turn, a row's first, then a column's: so neither alone brings a sum beyond float32.
+
+Of blocks, where the sum of a k tile is promoted, which is as long as a block:
+
+  out[b, i, j] = sum_s row_scales[b, s, i] * col_scales[b, s, j // 128]
+                 * (lhs[b][:, block s] @ rhs[b][block s, :])[i, j]
+
+Source: the block scales of DeepGEMM, and "DeepSeek-V3 technical report" (2024).
 """
 
 from __future__ import annotations
@@ -21,6 +30,7 @@ import jax.numpy as jnp
 from pallas_kernels import tiles
 
 ROWS, COLS = "row_scales", "col_scales"
+BLOCK = 128  # Of k, and of columns, that share a factor.
 Ref = Any
 
 
@@ -64,3 +74,45 @@ def make_scales(
     arrays[name] = lax.pad(x, jnp.ones((), x.dtype), ((0, 0, 0), (0, 0, 0), (0, pad, 0)))
   facts = Scales(row_scales.shape[1], row_scales.shape[0] > 1, col_scales.shape[0] > 1)
   return facts, arrays
+
+
+def pad_block_scales(
+    row_scales: jax.Array, col_scales: jax.Array, config
+) -> dict[str, jax.Array]:
+  """Factors [batch, k blocks, .] of rows, padded to whole tiles, and of blocks of cols.
+
+  Blocks of columns are padded to those of whole tiles, too.
+  """
+  padded = {}
+  for name, x, tile in (
+      (ROWS, row_scales, config.tile_m * config.cluster_m),
+      (COLS, col_scales, tiles.cdiv(config.tile_n, BLOCK) * config.cluster_n),
+  ):
+    pad = tiles.round_up(x.shape[2], tile) + tile - x.shape[2]
+    padded[name] = lax.pad(x, jnp.ones((), x.dtype), ((0, 0, 0), (0, 0, 0), (0, pad, 0)))
+  return padded
+
+
+def block_factors(
+    refs: Mapping[str, Ref], *, shape: tuple[int, int], batch, block, row, col
+):
+  """The factors [rows, 1 * cols] of the sums of k block `block` at (row, col)."""
+  rows_of, cols_of = (
+      refs[name].at[batch if refs[name].shape[0] > 1 else 0, block]
+      for name in (ROWS, COLS)
+  )
+  factors = plgpu.load(
+      rows_of.at[pl.ds(row, shape[0])], layout=plgpu.Layout.WGMMA.reduce(1),
+      optimized=False,
+  )
+  factors = factors * cols_of[lax.div(col, jnp.int32(BLOCK))]
+  return lax.broadcast_in_dim(factors, shape, (0,))
+
+
+def check_blocks(wg_tile: tuple[int, int], promote: int, tile_k: int) -> str | None:
+  """Why the sums of such tiles cannot be scaled by blocks, or None."""
+  if promote != 1 or tile_k != BLOCK:
+    return f"promote={promote}: factors of blocks of k are those of k tiles: want 1"
+  if BLOCK % wg_tile[1]:
+    return f"{wg_tile[1]} columns a warpgroup must divide the {BLOCK} of a block"
+  return None

@@ -149,8 +149,16 @@ def rhs_step(problem: Problem) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def check_problem(problem: Problem) -> str | None:
-  """Why no kernel serves this problem, or None."""
+def check_problem(problem: Problem, *, scales: bool = False) -> str | None:
+  """Why no kernel serves this problem, or none but one that `scales`; or None."""
+  scaling = problem.epilogue.scaling
+  if scaling != "none":
+    if not scales:
+      return f"scaling={scaling!r}: only persistent scales a product"
+    if jnp.dtype(problem.dtype).itemsize != 1 or problem.dtype == "int8":
+      return f"scaling={scaling!r} is for 8-bit floating-point operands"
+    if problem.epilogue.has_c:
+      return f"scaling={scaling!r} excludes c"
   if problem.dtype not in ALGORITHMS.values():
     return f"operands of dtype {problem.dtype}: want one of {sorted(ALGORITHMS.values())}"
   if ALGORITHMS.get(problem.algorithm) != problem.dtype:

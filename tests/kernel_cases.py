@@ -92,7 +92,7 @@ SWAPPED_TILES = (
 def random_operands(problem: Problem, seed: int = 0) -> tuple[jax.Array, ...]:
   """Fresh normal operands as the problem stores them: lhs, rhs and maybe c."""
   rng = np.random.default_rng(seed)
-  specs = [(problem.lhs_shape, problem.dtype), (problem.rhs_shape, problem.dtype)]
+  specs = [(problem.lhs_shape, problem.dtype), (problem.rhs_shape, problem.rhs_dtype)]
   if problem.epilogue.has_c:
     specs.append((problem.out_shape, problem.epilogue.c_dtype))
   draw = rng.standard_normal
@@ -161,7 +161,7 @@ def check(kernel: str, problem: Problem, config, *, seed=0, num_sms=4) -> None:
 
 def lowered(kernel: str, problem, config) -> str:
   """The module text of the kernel for CUDA."""
-  shapes = [(problem.lhs_shape, problem.dtype), (problem.rhs_shape, problem.dtype)]
+  shapes = [(problem.lhs_shape, problem.dtype), (problem.rhs_shape, problem.rhs_dtype)]
   if problem.epilogue.has_c:
     shapes.append((problem.out_shape, problem.epilogue.c_dtype))
   operands = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in shapes]

@@ -31,7 +31,7 @@ def stored_shapes(problem: Problem) -> tuple[tuple[int, ...], ...]:
 
 def operand_types(problem: Problem) -> tuple[jax.ShapeDtypeStruct, ...]:
   """Returns the types of lhs, rhs and maybe c as stored."""
-  dtypes = [problem.dtype, problem.dtype, problem.epilogue.c_dtype]
+  dtypes = [problem.dtype, problem.rhs_dtype, problem.epilogue.c_dtype]
   return tuple(
       jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
       for shape, dtype in zip(stored_shapes(problem), dtypes, strict=False)

@@ -1,0 +1,328 @@
+"""scaled_matmul: products of 8-bit floating-point operands that have scales.
+
+The kernel multiplies the 8-bit values and applies the scales on the way: those of rows,
+columns and whole matrices to the finished sums, those of blocks of k to the sums of each
+128 of k. What no kernel serves is computed by XLA, from the same values.
+
+Source: "DeepSeek-V3 technical report" (2024) for the blocks; "FP8 formats for deep
+learning" (2022) for e5m2 cotangents.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from jaxgemm import plan as plans
+from jaxgemm.api import matmul
+from jaxgemm.contexts import current_target
+from jaxgemm.device import current_device
+from jaxgemm.lowering import emulated_product
+from jaxgemm.quantisation import (
+  FLOAT8,
+  check_scale,
+  dequantise,
+  expand,
+  quantise,
+  rounded,
+)
+from pallas_kernels.problem import OUT_DTYPES, Config, Epilogue, Problem
+from pallas_kernels.scales import BLOCK
+from pallas_kernels.tiles import cdiv
+
+_ALGORITHMS = {
+    ("float8_e4m3fn", "float8_e4m3fn"): "e4m3_f32",
+    ("float8_e5m2", "float8_e5m2"): "e5m2_f32",
+    ("float8_e4m3fn", "float8_e5m2"): "e4m3_e5m2_f32",
+    ("float8_e5m2", "float8_e4m3fn"): "e5m2_e4m3_f32",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+  """What is static of a call."""
+
+  out_dtype: str
+  dtype: str
+  cotangent_dtype: str | None
+  implementation: str | None
+  config: Config | None
+
+
+def scaled_matmul(
+    lhs: jax.Array, rhs: jax.Array, lhs_scale=1.0, rhs_scale=1.0, *,
+    preferred_element_type=jnp.bfloat16, dtype="float8_e4m3fn", cotangent_dtype=None,
+    implementation: str | None = None, config: Config | None = None,
+) -> jax.Array:
+  """Returns (lhs * lhs_scale) @ (rhs * rhs_scale), of 8-bit floating-point values.
+
+  An operand of another floating-point dtype is first divided by its scale and rounded
+  to `dtype`; its gradient is that of the product as if it had not been rounded
+  (straight through). Scales are constants to derivatives.
+
+  Args:
+    lhs: [*batch, m, k]: float8_e4m3fn, float8_e5m2, or to be rounded.
+    rhs: [k, n] or [*batch, k, n], likewise.
+    lhs_scale: a number, or [*batch, ., .] with 1, m or one for every 128 of m, by 1 or
+      one for every 128 of k (see jaxgemm.quantise).
+    rhs_scale: the same of k and n: 1 or one for every 128 of k, by 1, n or one for
+      every 128 of n.
+    preferred_element_type: dtype of the result: bfloat16, float16 or float32. Sums are
+      float32, promoted out of the tensor cores at least every 128 of k where a scale
+      has blocks of k.
+    dtype: what operands of other dtypes are rounded to.
+    cotangent_dtype: None, or "float8_e5m2" for gradients that are products of 8-bit
+      operands, too: the cotangent is quantised by rows, columns or blocks of 128.
+    implementation, config: as for jaxgemm.matmul; "persistent" is the kernel.
+  Returns: [*batch, m, n].
+  Raises:
+    TypeError: k or the batches differ; the message names both shapes.
+    ValueError: a dtype or scale is none of these, or the named kernel cannot serve.
+  Example:
+    (x8, sx), (w8, sw) = jaxgemm.quantise(x, block=(1, 128)), jaxgemm.quantise(
+        w, block=(128, 128))
+    y = jaxgemm.scaled_matmul(x8, w8, sx, sw)
+  """
+  lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
+  shapes = f"lhs has shape {lhs.shape} and rhs {rhs.shape}"
+  if lhs.ndim < 2 or rhs.ndim < 2:
+    raise ValueError(f"scaled_matmul: {shapes}; both must be matrices or batches")
+  if lhs.shape[-1] != rhs.shape[-2] or rhs.shape[:-2] not in ((), lhs.shape[:-2]):
+    raise TypeError(
+        f"scaled_matmul: {shapes}; k, the last dimension of lhs and the last but one of"
+        " rhs, must be the same, and rhs a matrix or of the same batch"
+    )
+  for name, x in (("lhs", lhs), ("rhs", rhs)):
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+      raise ValueError(f"scaled_matmul: {name} is {x.dtype}: want a floating-point dtype")
+  out_dtype = jnp.dtype(preferred_element_type).name
+  for name, value, known in (
+      ("preferred_element_type", out_dtype, OUT_DTYPES),
+      ("dtype", jnp.dtype(dtype).name, FLOAT8),
+      ("cotangent_dtype", cotangent_dtype and jnp.dtype(cotangent_dtype).name,
+       (None, *FLOAT8)),
+  ):
+    if value not in known:
+      raise ValueError(
+          f"scaled_matmul: {name} {value} must be one of {', '.join(map(str, known))}"
+      )
+  scales = []
+  for name, scale, x, k_axis in (
+      ("lhs_scale", lhs_scale, lhs, -1), ("rhs_scale", rhs_scale, rhs, -2)
+  ):
+    scale = jnp.asarray(scale, jnp.float32)
+    if scale.ndim == 0:
+      scale = scale.reshape((1,) * x.ndim)
+    check_scale(f"scaled_matmul: {name}", scale, x.shape)
+    if scale.shape[k_axis] not in (1, cdiv(x.shape[k_axis], BLOCK)):
+      raise ValueError(
+          f"scaled_matmul: {name} has shape {scale.shape}: one for every element of"
+          f" k={x.shape[k_axis]} cannot be taken out of the sum"
+      )
+    scales.append(scale)
+  options = _Options(
+      out_dtype, jnp.dtype(dtype).name,
+      cotangent_dtype and jnp.dtype(cotangent_dtype).name,
+      plans.check_implementation(implementation, config), config,
+  )
+  return _scaled_matmul(lhs, rhs, *scales, options)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _scaled_matmul(lhs, rhs, lhs_scale, rhs_scale, options: _Options):
+  return _forward(lhs, rhs, lhs_scale, rhs_scale, options)[0]
+
+
+def _forward(lhs, rhs, lhs_scale, rhs_scale, options: _Options):
+  values = [
+      x if x.dtype.name in FLOAT8 else rounded(x, scale, options.dtype)
+      for x, scale in ((lhs, lhs_scale), (rhs, rhs_scale))
+  ]
+  out = _multiply(*values, lhs_scale, rhs_scale, options)
+  # Arrays without elements carry the dtypes of the operands.
+  tokens = [jnp.zeros((0,), x.dtype) for x in (lhs, rhs)]
+  return out, (*values, lhs_scale, rhs_scale, *tokens)
+
+
+def _backward(options: _Options, saved, ct):
+  lhs, rhs, lhs_scale, rhs_scale, *tokens = saved
+  batch_of_rhs = rhs.ndim - 2
+  if options.cotangent_dtype is None:
+    lhs_ct = matmul(
+        ct, _transposed(dequantise(rhs, rhs_scale, ct.dtype)),
+        preferred_element_type=jnp.float32,
+    )
+    rhs_ct = _summed_matmul(dequantise(lhs, lhs_scale, ct.dtype), ct, batch_of_rhs)
+  else:
+    lhs_ct, rhs_ct = _narrow_gradients(options, lhs, rhs, lhs_scale, rhs_scale, ct)
+  grads = []
+  for x_ct, scale, token in (
+      (lhs_ct, lhs_scale, tokens[0]), (rhs_ct, rhs_scale, tokens[1])
+  ):
+    if token.dtype.name in FLOAT8:  # What is asked for is that of the values.
+      x_ct = x_ct * expand(scale, x_ct.shape)
+    grads.append(x_ct.astype(token.dtype))
+  return (*grads, jnp.zeros_like(lhs_scale), jnp.zeros_like(rhs_scale))
+
+
+_scaled_matmul.defvjp(_forward, _backward)
+
+
+def _summed_matmul(lhs, ct, batch_of_rhs: int):
+  """lhs^T ct, summed over the batch where rhs has none."""
+  if not batch_of_rhs:
+    lhs, ct = (x.reshape(-1, x.shape[-1]) for x in (lhs, ct))
+  return matmul(_transposed(lhs), ct, preferred_element_type=jnp.float32)
+
+
+def _narrow_gradients(options: _Options, lhs, rhs, lhs_scale, rhs_scale, ct):
+  """Both gradients as products of 8-bit operands.
+
+  A scale that lies along what is now summed joins the cotangent before that is
+  quantised, unless it has blocks: then so has the cotangent, and lhs is quantised anew.
+  """
+  narrow, shape = options.cotangent_dtype, lhs.shape
+  options = dataclasses.replace(
+      options, out_dtype="float32", implementation=None, config=None
+  )
+  if not rhs.ndim - 2:
+    lhs_scale = jnp.broadcast_to(
+        lhs_scale, (*lhs.shape[:-2], *lhs_scale.shape[-2:])
+    )
+    lhs_scale = _per_row(lhs_scale, lhs.shape[-2])
+    lhs, ct, lhs_scale = (
+        x.reshape(-1, x.shape[-1]) for x in (lhs, ct, lhs_scale)
+    )
+  one = jnp.ones((1,) * lhs.ndim, jnp.float32)
+  if lhs_scale.shape[-1] == 1 and rhs_scale.shape[-2] == 1:
+    by_rows, rows = quantise(ct * expand(rhs_scale, ct.shape), narrow, block=(1, -1))
+    by_cols, cols = quantise(ct * expand(lhs_scale, ct.shape), narrow, block=(-1, 1))
+    return (
+        _multiply(by_rows, _transposed(rhs), rows, one, options).reshape(shape),
+        _multiply(_transposed(lhs), by_cols, one, cols, options),
+    )
+  by_rows, rows = quantise(ct, narrow, block=(1, BLOCK))
+  blocks, scale = quantise(ct, narrow, block=(BLOCK, BLOCK))
+  anew, anew_scale = quantise(
+      _transposed(dequantise(lhs, lhs_scale)), lhs.dtype, block=(1, BLOCK)
+  )
+  other, other_scale = _transposed(rhs), _transposed(rhs_scale)
+  if other_scale.shape[-2] == 1 and other.shape[-2] > BLOCK:
+    other_scale = jnp.repeat(other_scale, cdiv(other.shape[-2], BLOCK), axis=-2)
+  return (
+      _multiply(by_rows, other, rows, other_scale, options).reshape(shape),
+      _multiply(anew, blocks, anew_scale, scale, options),
+  )
+
+
+# -- From values to a kernel -------------------------------------------------------
+
+
+def _multiply(lhs, rhs, lhs_scale, rhs_scale, options: _Options) -> jax.Array:
+  """The product of 8-bit values, whatever their batch."""
+  *batch, m, k = lhs.shape
+  n = rhs.shape[-1]
+  rows = _per_row(jnp.broadcast_to(lhs_scale, (*batch, *lhs_scale.shape[-2:])), m)
+  if rhs.ndim == 2:  # One rhs for all: the batch joins the rows.
+    lhs, rhs = lhs.reshape(1, -1, k), rhs[None]
+    rows, cols = rows.reshape(1, -1, rows.shape[-1]), rhs_scale.reshape(
+        1, *rhs_scale.shape[-2:]
+    )
+  else:
+    cols = jnp.broadcast_to(rhs_scale, (*batch, *rhs_scale.shape[-2:]))
+    lhs, rhs, rows, cols = (
+        x.reshape(-1, *x.shape[-2:]) for x in (lhs, rhs, rows, cols)
+    )
+  k_blocks = max(rows.shape[-1], cols.shape[-2])
+  if k_blocks == 1:
+    rows = rows[..., 0]
+    cols = jnp.broadcast_to(expand(cols, (1, 1, n)), (*cols.shape[:1], 1, n))[:, 0]
+    scaling = "rows"
+  else:
+    rows = jnp.broadcast_to(rows, (*rows.shape[:2], k_blocks)).swapaxes(1, 2)
+    cols = jnp.broadcast_to(cols, (cols.shape[0], k_blocks, cols.shape[2]))
+    if cols.shape[2] == 1:
+      cols = jnp.repeat(cols, cdiv(n, BLOCK), axis=2)
+    scaling = "blocks"
+  out = _product(scaling, options)(lhs, rhs, rows, cols)
+  return out.reshape(*batch, m, n)
+
+
+def _per_row(scale: jax.Array, m: int) -> jax.Array:
+  """A scale of blocks of rows as one of rows."""
+  if scale.shape[-2] == 1:
+    return jnp.repeat(scale, m, axis=-2)
+  return expand(scale, (m, scale.shape[-1]))
+
+
+@functools.lru_cache(maxsize=256)
+def _product(scaling: str, options: _Options) -> Any:
+  """A function of values and factors [batch, ...], with a rule for vmap."""
+
+  @jax.custom_batching.custom_vmap
+  def product(lhs, rhs, rows, cols):
+    return _planned(lhs, rhs, rows, cols, scaling, options)
+
+  @product.def_vmap
+  def _batched(size, batched, *operands):
+    folded = [
+        x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
+        for x, is_batched in zip(operands, batched, strict=True)
+    ]
+    out = product(*(x.reshape(-1, *x.shape[2:]) for x in folded))
+    return out.reshape(size, -1, *out.shape[1:]), True
+
+  return product
+
+
+def _planned(lhs, rhs, rows, cols, scaling: str, options: _Options) -> jax.Array:
+  (batch, m, k), n = lhs.shape, rhs.shape[-1]
+  out_of_range = scaling == "blocks" and cols.shape[2] not in (cdiv(n, BLOCK),)
+  xla = functools.partial(_by_xla, scaling=scaling, out_dtype=options.out_dtype)
+  if out_of_range and options.implementation in (None, "xla"):
+    return xla(lhs, rhs, rows, cols)
+  if out_of_range:
+    raise ValueError(
+        f"implementation {options.implementation!r} cannot serve: rhs_scale has blocks"
+        f" of k, and {cols.shape[2]} columns where the kernel wants one for every {BLOCK}"
+    )
+  problem = Problem(
+      m, n, k, batch, dtype=lhs.dtype.name, out_dtype=options.out_dtype,
+      algorithm=_ALGORITHMS[lhs.dtype.name, rhs.dtype.name],
+      epilogue=Epilogue(scaling=scaling),
+  )
+  target = current_target()
+  device = current_device() if target is None else target.device
+  plan = plans.make_plan(
+      problem, device, implementation=options.implementation, config=options.config
+  )
+  if plan.kernel == "xla":
+    return xla(lhs, rhs, rows, cols)
+  if target is not None and target.emulate:
+    return emulated_product(plan, (lhs, rhs, rows, cols), device)
+  return lax.platform_dependent(
+      lhs, rhs, rows, cols, cuda=lambda *x: plans.run(plan, x, device), default=xla
+  )
+
+
+def _by_xla(lhs, rhs, rows, cols, *, scaling: str, out_dtype: str) -> jax.Array:
+  """The same from XLA's products."""
+  numbers = (((2,), (1,)), ((0,), (0,)))
+  if scaling == "rows":
+    out = lax.dot_general(lhs, rhs, numbers, preferred_element_type=jnp.float32)
+    out = out * rows[:, :, None] * cols[:, None, :]
+  else:
+    out = lax.dot_general(
+        dequantise(lhs, rows.swapaxes(1, 2)), dequantise(rhs, cols), numbers,
+        precision=lax.Precision.HIGHEST,
+    )
+  return out.astype(out_dtype)
+
+
+def _transposed(x: jax.Array) -> jax.Array:
+  return jnp.swapaxes(x, -1, -2)

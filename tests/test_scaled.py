@@ -1,0 +1,283 @@
+"""Quantisation, and products of 8-bit operands with scales."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxgemm
+from jaxgemm import reference
+from pallas_kernels import KERNELS, compat
+from pallas_kernels.problem import Epilogue
+from tests.kernel_cases import LAYOUTS, make_problem, small_config
+
+BLOCKS = {
+    "tensor": ((-1, -1), (-1, -1)),
+    "rows": ((1, -1), (-1, 1)),
+    "blocks": ((128, 128), (128, 128)),
+    "fine": ((1, 128), (128, 128)),
+}
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+
+
+def normal(rng, *shape) -> jax.Array:
+  return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+
+def quantised(x, block) -> tuple[jax.Array, jax.Array]:
+  return jaxgemm.quantise(x, block=block)
+
+
+def wide(x) -> np.ndarray:
+  return np.asarray(x).astype(np.float64)
+
+
+def of(values, scale) -> np.ndarray:
+  """What values and scale stand for, in float64."""
+  for axis in (-2, -1):
+    if scale.shape[axis] not in (1, values.shape[axis]):
+      scale = np.repeat(scale, 128, axis=axis).take(range(values.shape[axis]), axis)
+  return wide(values) * wide(scale)
+
+
+# -- Quantisation ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize(
+    ("block", "shape"),
+    [((-1, -1), (2, 1, 1)), ((1, -1), (2, 200, 1)), ((-1, 1), (2, 1, 300)),
+     ((1, 128), (2, 200, 3)), ((128, 128), (2, 2, 3))],
+)
+def test_quantise(block, shape, dtype, rng):
+  x = normal(rng, 2, 200, 300) * 1e4
+  values, scale = jaxgemm.quantise(x, dtype, block=block)
+  assert values.dtype == dtype and scale.dtype == jnp.float32 and scale.shape == shape
+  step = float(jnp.finfo(dtype).eps) / 2
+  largest = float(jnp.finfo(dtype).max)
+  assert float(jnp.abs(values.astype(jnp.float32)).max()) == largest
+  bound = step * np.abs(wide(x)) * 1.0001 + np.max(wide(scale)) * 2.0**-9
+  assert np.all(np.abs(of(values, np.asarray(scale)) - wide(x)) <= bound)
+  np.testing.assert_allclose(
+      jaxgemm.dequantise(values, scale), of(values, np.asarray(scale)), rtol=1e-6
+  )
+
+
+def test_quantise_zeros_and_what_it_refuses():
+  values, scale = jaxgemm.quantise(jnp.zeros((4, 4)), block=(1, -1))
+  assert not np.any(wide(values)) and np.all(np.asarray(scale) == 1.0)
+  for x, fields, named in (
+      (jnp.ones(4), {}, "matrix"),
+      (jnp.ones((4, 4)), dict(dtype="int8"), "dtype int8"),
+      (jnp.ones((4, 4)), dict(block=(2, 1)), r"block \(2, 1\)"),
+  ):
+    with pytest.raises(ValueError, match=named):
+      jaxgemm.quantise(x, **fields)
+
+
+# -- The kernel, in emulation ------------------------------------------------------
+
+
+@pytest.mark.parametrize("scaling", ["rows", "blocks"])
+@pytest.mark.parametrize("algorithm", ["e4m3_f32", "e4m3_e5m2_f32", "e5m2_e4m3_f32"])
+def test_kernel(algorithm, scaling, rng):
+  dtype = E5M2 if algorithm.startswith("e5m2") else E4M3
+  other = E5M2 if "_e5m2" in algorithm else E4M3
+  problem = dataclasses.replace(
+      make_problem(133, 203, 391, "NN", dtype, out_dtype="float32", batch=2),
+      algorithm=algorithm, epilogue=Epilogue(scaling=scaling),
+  )
+  assert problem.rhs_dtype == other and problem.transposed.dtype == other
+  assert problem.transposed.transposed == problem
+  lhs = normal(rng, 2, 133, 391).astype(dtype)
+  rhs = normal(rng, 2, 391, 203).astype(other)
+  rows, cols = ((2, 133), (2, 203)) if scaling == "rows" else ((2, 4, 133), (2, 4, 2))
+  rows, cols = (rng.uniform(0.5, 2, shape).astype(np.float32) for shape in (rows, cols))
+  if scaling == "rows":
+    truth = wide(lhs) @ wide(rhs) * rows[:, :, None] * cols[:, None]
+  else:
+    truth = of(lhs, rows.swapaxes(1, 2)) @ of(rhs, cols)
+  config = small_config("persistent", dtype, num_stages=2, promote=1)
+  kernel = KERNELS["persistent"]
+  operands = lhs, rhs, jnp.asarray(rows), jnp.asarray(cols)
+  assert kernel.supports(problem, config) is None
+  result = compat.run_interpreted(
+      lambda interpret: kernel.launch(
+          operands, problem, config, num_sms=2, interpret=interpret
+      )
+  )
+  assert reference.relative_error(result, truth) < 2e-7
+
+
+@pytest.mark.parametrize(
+    ("kernel", "fields", "scaling", "named"),
+    [
+        ("blocked", {}, "rows", "only persistent"),
+        ("split_k", {}, "blocks", "only persistent"),
+        ("persistent", dict(promote=0), "blocks", "promote=0"),
+        ("persistent", dict(promote=1, tile_n=192), "blocks", "192 columns a warpgroup"),
+        ("persistent", dict(swap=True), "rows", "swap=True excludes"),
+    ],
+)
+def test_supports_names_the_constraint(kernel, fields, scaling, named):
+  problem = make_problem(
+      256, 256, 1024, "NT", E4M3, out_dtype="bfloat16", epilogue=Epilogue(scaling=scaling)
+  )
+  config = small_config(kernel, E4M3, **fields)
+  assert named in KERNELS[kernel].supports(problem, config)
+  sixteen = dataclasses.replace(problem, dtype="bfloat16", algorithm="bf16_f32")
+  reason = KERNELS["persistent"].supports(sixteen, small_config("persistent"))
+  assert "8-bit" in reason
+
+
+# -- scaled_matmul -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("emulated", [False, True])
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_scaled_matmul(kind, emulated, rng):
+  x, w = normal(rng, 2, 70, 300), normal(rng, 300, 200)
+  (q, s), (r, u) = map(quantised, (x, w), BLOCKS[kind])
+  truth = of(q, np.asarray(s)) @ of(r, np.asarray(u))
+  call = lambda **fields: jax.jit(
+      lambda *a: jaxgemm.scaled_matmul(*a, preferred_element_type=jnp.float32, **fields)
+  )(q, r, s, u)
+  if emulated:
+    with jaxgemm.emulate():
+      out = call(implementation="persistent")
+  else:
+    out = call()
+  assert out.shape == (2, 70, 200) and out.dtype == jnp.float32
+  assert reference.relative_error(out, truth) < 3e-7
+  assert reference.relative_error(out, wide(x) @ wide(w)) < 0.05
+
+
+def test_every_matrix_of_a_batch_has_its_scales(rng):
+  x, w = normal(rng, 3, 40, 260), normal(rng, 3, 260, 72)
+  (q, s), (r, u) = jaxgemm.quantise(x, block=(1, 128)), jaxgemm.quantise(w, E5M2)
+  truth = of(q, np.asarray(s)) @ of(r, np.asarray(u))
+  call = lambda *a: jaxgemm.scaled_matmul(*a, preferred_element_type=jnp.float32)
+  assert reference.relative_error(call(q, r, s, u), truth) < 3e-7
+  assert reference.relative_error(jax.vmap(call)(q, r, s, u), truth) < 3e-7
+  shared = jax.vmap(call, in_axes=(0, None, 0, None))(q, r[0], s, u[0])
+  truth = of(q, np.asarray(s)) @ of(r[0], np.asarray(u[0]))
+  assert reference.relative_error(shared, truth) < 3e-7
+
+
+@pytest.mark.parametrize("layouts", LAYOUTS)
+def test_transposed_operands_are_transposed_once(layouts, rng):
+  """What a user transposes and what wgmma wants cancel out."""
+  lhs, rhs = (512, 384), (384, 256)
+  shapes = [
+      shape[::-1] if layout == "T" else shape
+      for shape, layout in zip((lhs, rhs), layouts, strict=True)
+  ]
+
+  def f(a, b):
+    a, b = (a.T if layouts[0] == "T" else a), (b.T if layouts[1] == "T" else b)
+    return jaxgemm.scaled_matmul(a, b, implementation="persistent")
+
+  types = [jax.ShapeDtypeStruct(shape, E4M3) for shape in shapes]
+  with jaxgemm.target("NVIDIA H200"):
+    text = jax.export.export(jax.jit(f), platforms=["cuda"])(*types).mlir_module()
+  assert "jaxgemm_persistent" in text
+  wanted = (layouts[0] == "T") + (layouts[1] == "T") + 1  # rhs is wanted [n, k].
+  assert text.count("stablehlo.transpose") == wanted
+
+
+@pytest.mark.parametrize("cotangent_dtype", [None, E5M2])
+@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("batch", [(), (2,)])
+def test_gradients_pass_straight_through(batch, kind, cotangent_dtype, rng):
+  x, w, ct = normal(rng, *batch, 150, 300), normal(rng, 300, 200), normal(
+      rng, *batch, 150, 200
+  )
+  scales = [quantised(a, block)[1] for a, block in zip((x, w), BLOCKS[kind], strict=True)]
+
+  def f(x, w):
+    return jaxgemm.scaled_matmul(
+        x, w, *scales, preferred_element_type=jnp.float32,
+        cotangent_dtype=cotangent_dtype,
+    )
+
+  out, pull = jax.vjp(f, x, w)
+  grads = pull(ct)
+  truths = (
+      wide(ct) @ wide(w).T,
+      wide(x).reshape(-1, 300).T @ wide(ct).reshape(-1, 200),
+  )
+  assert reference.relative_error(out, wide(x) @ wide(w)) < 0.05
+  for grad, truth, operand in zip(grads, truths, (x, w), strict=True):
+    assert grad.shape == operand.shape and grad.dtype == operand.dtype
+    error = reference.relative_error(grad, truth)
+    assert error < (0.04 if cotangent_dtype is None else 0.09)
+    if cotangent_dtype is not None:
+      assert error > 0.04  # e5m2 has two bits.
+
+
+def test_gradients_of_a_batch_of_rhs_and_of_8_bit_values(rng):
+  x, w, ct = normal(rng, 2, 40, 260), normal(rng, 2, 260, 72), normal(rng, 2, 40, 72)
+  (_, s), (r, u) = jaxgemm.quantise(x), jaxgemm.quantise(w, block=(128, 128))
+  for cotangent_dtype, bound in ((None, 1e-2), (E5M2, 0.08)):
+    out, pull = jax.vjp(
+        lambda x, r: jaxgemm.scaled_matmul(
+            x, r, s, u, preferred_element_type=jnp.float32,
+            cotangent_dtype=cotangent_dtype,
+        ), x, r,
+    )
+    dx, dr = pull(ct)
+    truth = wide(ct) @ of(r, np.asarray(u)).swapaxes(1, 2)
+    assert reference.relative_error(dx, truth) < bound
+    assert dr.dtype == r.dtype and np.isfinite(wide(dr)).all()
+
+
+def test_errors_name_the_operand():
+  q = jnp.ones((256, 256), E4M3)
+  for args, fields, error, named in (
+      ((q, q[:100]), {}, TypeError, r"\(256, 256\) and rhs \(100, 256\)"),
+      ((q, q, jnp.ones((3, 1))), {}, ValueError, r"lhs_scale has shape \(3, 1\)"),
+      ((q, q, 1.0, jnp.ones((256, 1))), {}, ValueError, "cannot be taken out"),
+      ((q, q.astype(jnp.int8)), {}, ValueError, "rhs is int8"),
+      ((q[0], q), {}, ValueError, "both must be matrices"),
+      ((q, q), dict(preferred_element_type="int32"), ValueError, "int32 must be one of"),
+      ((q, q), dict(cotangent_dtype="int8"), ValueError, "cotangent_dtype int8"),
+      ((q, q), dict(implementation="split_k"), ValueError, "cannot run|cannot serve"),
+  ):
+    with pytest.raises(error, match=named):
+      jaxgemm.scaled_matmul(*args, **fields)
+
+
+# -- matmul of 8-bit operands ------------------------------------------------------
+
+
+def test_matmul_of_int8(rng):
+  shapes = (70, 300), (300, 200)
+  a, b = (jnp.asarray(rng.integers(-128, 128, s), jnp.int8) for s in shapes)
+  truth = np.asarray(a).astype(np.int64) @ np.asarray(b).astype(np.int64)
+  f = lambda **fields: jaxgemm.matmul(a, b, preferred_element_type=jnp.int32, **fields)
+  np.testing.assert_array_equal(f(), truth)
+  with jaxgemm.emulate():
+    np.testing.assert_array_equal(f(implementation="persistent"), truth)
+  np.testing.assert_array_equal(jaxgemm.matmul(a, b), jnp.matmul(a, b))
+
+
+def test_matmul_of_float8_and_its_gradients(rng):
+  x, w = (normal(rng, *shape).astype(E4M3) for shape in ((70, 300), (300, 200)))
+  sums = {
+      name: jax.value_and_grad(
+          lambda *a, f=f: f(*a, preferred_element_type=jnp.float32).sum(), (0, 1)
+      )(x, w)
+      for name, f in (("ours", jaxgemm.matmul), ("jax", jnp.matmul))
+  }
+  (ours, our_grads), (theirs, their_grads) = sums["ours"], sums["jax"]
+  np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+  for grad, other in zip(our_grads, their_grads, strict=True):
+    assert grad.dtype == other.dtype
+    np.testing.assert_array_equal(wide(grad), wide(other))
+  with pytest.raises(ValueError, match="precision"):
+    jaxgemm.matmul(x, w, precision="highest", implementation="persistent",
+                   preferred_element_type=jnp.float32)
