@@ -15,6 +15,7 @@ import jax
 from experiments import common_flags, progress, provenance, report, suites
 import jaxgemm
 from jaxgemm import device as device_lib
+from pallas_kernels.problem import ALGORITHM_OF_DTYPE
 
 flags.adopt_module_key_flags(common_flags)
 _SUITE = flags.DEFINE_enum(
@@ -174,7 +175,7 @@ def _selected(platform: str) -> tuple[str, list[suites.Case]]:
         common_flags.SEED.value,
         _RANDOM_LARGEST[platform],
         _LAYOUTS.value or suites.LAYOUTS,
-        _DTYPES.value or suites.DTYPES,
+        _DTYPES.value or tuple(ALGORITHM_OF_DTYPE),
     )
   return _SUITE.value, suites.select(found, _LAYOUTS.value, _DTYPES.value)
 

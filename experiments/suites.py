@@ -15,12 +15,13 @@ from typing import Literal, get_args
 import numpy as np
 
 from experiments import model_shapes
-from pallas_kernels.problem import ALGORITHM_OF_DTYPE, Problem
+from pallas_kernels.problem import ALGORITHM_OF_DTYPE, ALGORITHM_OF_EIGHT_BITS, Problem
 
 Class = Literal["large", "medium", "skinny", "deep", "odd", "batched", "small"]
 CLASSES: tuple[Class, ...] = get_args(Class)
 LAYOUTS = ("NN", "NT", "TN", "TT")
-DTYPES = ("bfloat16", "float16", "float32")
+_ALGORITHM_OF = ALGORITHM_OF_DTYPE | ALGORITHM_OF_EIGHT_BITS
+DTYPES = tuple(_ALGORITHM_OF)
 SUITES = ("demo", "issue2", "full", "float32", "random")
 _NUM_FLOAT32 = 40
 _ALGORITHMS = {"high": "bf16_x3", "highest": "bf16_x6"}  # Of float32 operands.
@@ -82,6 +83,7 @@ def make_case(
 ) -> Case:
   """Returns the case of one product whose result has the operands' dtype.
 
+  That of int8 operands is int32, of 8-bit floating-point ones bfloat16.
   Its name is `name`, or tells the sizes, the layouts and the dtype.
   """
   problem = Problem(
@@ -92,13 +94,19 @@ def make_case(
       lhs_layout="k-major" if layouts[0] == "N" else "m-major",
       rhs_layout="n-major" if layouts[1] == "N" else "k-major",
       dtype=dtype,
-      out_dtype=dtype,
-      algorithm=ALGORITHM_OF_DTYPE[dtype],
+      out_dtype=_out_dtype(dtype),
+      algorithm=_ALGORITHM_OF[dtype],
   )
   if name is None:
     sizes = f"{batch}x{m}x{n}x{k}" if batch > 1 else f"{m}x{n}x{k}"
     name = f"{sizes} {layouts} {dtype}"
   return Case(name, classify(problem), problem)
+
+
+def _out_dtype(dtype: str) -> str:
+  if dtype in ALGORITHM_OF_DTYPE:
+    return dtype
+  return "int32" if dtype == "int8" else "bfloat16"
 
 
 def at_precision(case: Case, precision: str) -> Case:
@@ -249,7 +257,7 @@ def random_suite(
     seed: int,
     largest: int,
     layouts: Sequence[str] = LAYOUTS,
-    dtypes: Sequence[str] = DTYPES,
+    dtypes: Sequence[str] = tuple(ALGORITHM_OF_DTYPE),
 ) -> list[Case]:
   """Returns `count` random problems, the same ones for the same arguments.
 

@@ -43,13 +43,14 @@ from typing import Any
 from jax import lax
 import jax.numpy as jnp
 
-from pallas_kernels.problem import ALGORITHM_OF_DTYPE, OUT_DTYPES
+from pallas_kernels.problem import (
+  ALGORITHM_OF_DTYPE,
+  ALGORITHM_OF_EIGHT_BITS,
+  OUT_DTYPES,
+)
 
 _Preset = lax.DotAlgorithmPreset
 
-_OF_EIGHT_BITS = {
-    "int8": "i8_i32", "float8_e4m3fn": "e4m3_f32", "float8_e5m2": "e5m2_f32",
-}
 # What is at least as accurate as XLA's product for the same preset. tf32_f32 has no
 # lower parts: a kernel of three TF32 products would be slower than bf16_x6 is.
 _OF_PRESET = {
@@ -107,10 +108,10 @@ def choose_algorithm(
         f"lhs is {lhs_dtype} and rhs {rhs_dtype}: the kernels need operands of one"
         " dtype"
     )
-  if lhs_dtype in _OF_EIGHT_BITS:
+  if lhs_dtype in ALGORITHM_OF_EIGHT_BITS:
     return _of_eight_bits(lhs_dtype, out_dtype, precision)
   if lhs_dtype not in ALGORITHM_OF_DTYPE:
-    known = (*ALGORITHM_OF_DTYPE, *_OF_EIGHT_BITS)
+    known = (*ALGORITHM_OF_DTYPE, *ALGORITHM_OF_EIGHT_BITS)
     return None, f"lhs and rhs are {lhs_dtype}: the kernels take {', '.join(known)}"
   if out_dtype not in OUT_DTYPES:
     return None, f"the result is {out_dtype}: the kernels store {', '.join(OUT_DTYPES)}"
@@ -132,7 +133,7 @@ def _of_eight_bits(
     return None, f"the result is {out_dtype}: of {dtype} the kernels store {known}"
   if precision not in (None, (lax.Precision.DEFAULT,) * 2) and dtype != "int8":
     return None, f"no kernel multiplies {dtype} operands at precision {precision}"
-  return _OF_EIGHT_BITS[dtype], ""
+  return ALGORITHM_OF_EIGHT_BITS[dtype], ""
 
 
 def _algorithm(dtype: str, precision: Any) -> str | None:

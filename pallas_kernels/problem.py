@@ -46,6 +46,9 @@ _MIXED = tuple(_RHS_DTYPES)
 ALGORITHM_OF_DTYPE = {
     "bfloat16": "bf16_f32", "float16": "f16_f32", "float32": "tf32_f32",
 }
+ALGORITHM_OF_EIGHT_BITS = {
+    "int8": "i8_i32", "float8_e4m3fn": "e4m3_f32", "float8_e5m2": "e5m2_f32",
+}
 OUT_DTYPES = ("float32", "bfloat16", "float16")  # int8 operands have int32 alone.
 
 

@@ -71,6 +71,8 @@ def supports(problem: Problem, config: TritonConfig) -> str | None:
 def _check_config(problem: Problem, config: TritonConfig) -> str | None:
   if problem.dtype == "float32" and problem.algorithm != "tf32_f32":
     return f"{problem.algorithm}: only persistent and split_k multiply parts of operands"
+  if problem.itemsize == 1:
+    return f"triton takes operands of 16 and 32 bits, not {problem.dtype}"
   for name in ("tile_m", "tile_n", "tile_k"):
     size = getattr(config, name)
     if not 16 <= size <= 256 or size & (size - 1):

@@ -39,15 +39,23 @@ def operand_types(problem: Problem) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 
 def make_inputs(problem: Problem) -> Callable[[jax.Array], Inputs]:
-  """Returns a jitted function of a PRNG key: normal operands, made on the device."""
+  """Returns a jitted function of a PRNG key: operands, made on the device.
+
+  They are normal, or integers of all sizes.
+  """
   types = operand_types(problem)
 
   @jax.jit
   def inputs(key: jax.Array) -> Inputs:
     keys = jax.random.split(key, len(types))
-    return tuple(
-        jax.random.normal(keys[i], operand.shape, operand.dtype)
-        for i, operand in enumerate(types)
-    )
+    return tuple(_drawn(keys[i], operand) for i, operand in enumerate(types))
 
   return inputs
+
+
+def _drawn(key: jax.Array, operand: jax.ShapeDtypeStruct) -> jax.Array:
+  if operand.dtype == jnp.int8:
+    return jax.random.randint(key, operand.shape, -128, 128, jnp.int8)
+  if operand.dtype.itemsize == 1:
+    return jax.random.normal(key, operand.shape, jnp.bfloat16).astype(operand.dtype)
+  return jax.random.normal(key, operand.shape, operand.dtype)
