@@ -15,8 +15,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from pallas_kernels.scales import BLOCK
-from pallas_kernels.tiles import cdiv
+from pallas_kernels.problem import BLOCK
 
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 
@@ -74,13 +73,20 @@ def expand(scale: jax.Array, shape: Sequence[int]) -> jax.Array:
   return scale
 
 
+def num_blocks(size: int) -> int:
+  """Blocks of 128 of `size` elements, the last of what is left."""
+  return -(-size // BLOCK)
+
+
 def check_scale(name: str, scale: jax.Array, shape: Sequence[int]) -> None:
   """Raises ValueError unless the scale's shape fits an operand of `shape`."""
   fits = scale.ndim == len(shape) and scale.shape[:-2] in (
       tuple(shape[:-2]), (1,) * (len(shape) - 2)
   )
   for axis in (-2, -1):
-    fits = fits and scale.shape[axis] in (1, shape[axis], cdiv(shape[axis], BLOCK))
+    fits = fits and scale.shape[axis] in (
+        1, shape[axis], num_blocks(shape[axis])
+    )
   if not fits:
     raise ValueError(
         f"{name} has shape {scale.shape}, its operand {tuple(shape)}: along each of the"
@@ -96,7 +102,7 @@ def _largest(size: jax.Array, axis: int, length: int) -> jax.Array:
   if length == -1:
     return jnp.max(size, axis=axis, keepdims=True)
   axis %= size.ndim
-  blocks = cdiv(size.shape[axis], length)
+  blocks = num_blocks(size.shape[axis])
   pad = [(0, 0)] * size.ndim
   pad[axis] = (0, blocks * length - size.shape[axis])
   size = jnp.pad(size, pad)

@@ -28,12 +28,11 @@ from jaxgemm.quantisation import (
   check_scale,
   dequantise,
   expand,
+  num_blocks,
   quantise,
   rounded,
 )
-from pallas_kernels.problem import OUT_DTYPES, Config, Epilogue, Problem
-from pallas_kernels.scales import BLOCK
-from pallas_kernels.tiles import cdiv
+from pallas_kernels.problem import BLOCK, OUT_DTYPES, Config, Epilogue, Problem
 
 _ALGORITHMS = {
     ("float8_e4m3fn", "float8_e4m3fn"): "e4m3_f32",
@@ -119,7 +118,7 @@ def scaled_matmul(
     if scale.ndim == 0:
       scale = scale.reshape((1,) * x.ndim)
     check_scale(f"scaled_matmul: {name}", scale, x.shape)
-    if scale.shape[k_axis] not in (1, cdiv(x.shape[k_axis], BLOCK)):
+    if scale.shape[k_axis] not in (1, num_blocks(x.shape[k_axis])):
       raise ValueError(
           f"scaled_matmul: {name} has shape {scale.shape}: one for every element of"
           f" k={x.shape[k_axis]} cannot be taken out of the sum"
@@ -213,7 +212,7 @@ def _narrow_gradients(options: _Options, lhs, rhs, lhs_scale, rhs_scale, ct):
   )
   other, other_scale = _transposed(rhs), _transposed(rhs_scale)
   if other_scale.shape[-2] == 1 and other.shape[-2] > BLOCK:
-    other_scale = jnp.repeat(other_scale, cdiv(other.shape[-2], BLOCK), axis=-2)
+    other_scale = jnp.repeat(other_scale, num_blocks(other.shape[-2]), axis=-2)
   return (
       _multiply(by_rows, other, rows, other_scale, options).reshape(shape),
       _multiply(anew, blocks, anew_scale, scale, options),
@@ -247,7 +246,7 @@ def _multiply(lhs, rhs, lhs_scale, rhs_scale, options: _Options) -> jax.Array:
     rows = jnp.broadcast_to(rows, (*rows.shape[:2], k_blocks)).swapaxes(1, 2)
     cols = jnp.broadcast_to(cols, (cols.shape[0], k_blocks, cols.shape[2]))
     if cols.shape[2] == 1:
-      cols = jnp.repeat(cols, cdiv(n, BLOCK), axis=2)
+      cols = jnp.repeat(cols, num_blocks(n), axis=2)
     scaling = "blocks"
   out = _product(scaling, options)(lhs, rhs, rows, cols)
   return out.reshape(*batch, m, n)
@@ -282,7 +281,7 @@ def _product(scaling: str, options: _Options) -> Any:
 
 def _planned(lhs, rhs, rows, cols, scaling: str, options: _Options) -> jax.Array:
   (batch, m, k), n = lhs.shape, rhs.shape[-1]
-  out_of_range = scaling == "blocks" and cols.shape[2] not in (cdiv(n, BLOCK),)
+  out_of_range = scaling == "blocks" and cols.shape[2] != num_blocks(n)
   xla = functools.partial(_by_xla, scaling=scaling, out_dtype=options.out_dtype)
   if out_of_range and options.implementation in (None, "xla"):
     return xla(lhs, rhs, rows, cols)

@@ -28,9 +28,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels import tiles
+from pallas_kernels.problem import BLOCK
 
 ROWS, COLS = "row_scales", "col_scales"
-BLOCK = 128  # Of k, and of columns, that share a factor.
 Ref = Any
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxgemm import reference
-from pallas_kernels import KERNELS, compat
+from pallas_kernels import KERNELS
 from pallas_kernels.problem import Epilogue
 from tests import kernel_cases
 from tests.kernel_cases import LAYOUTS, lowered, make_problem, small_config
@@ -20,14 +20,9 @@ def eight_bits(m, n, k, layouts, dtype, **fields):
 
 
 def check(kernel, problem, config):
-  assert KERNELS[kernel].supports(problem, config) is None
   operands = kernel_cases.random_operands(problem)
   result = np.asarray(
-      compat.run_interpreted(
-          lambda interpret: KERNELS[kernel].launch(
-              operands, problem, config, num_sms=2, interpret=interpret
-          )
-      )
+      kernel_cases.emulate(kernel, problem, config, operands, num_sms=2)
   )
   truth = kernel_cases.truth(problem, operands)
   if problem.dtype == "int8":

@@ -12,7 +12,7 @@ import pytest
 import jaxgemm
 from jaxgemm import plan, reference
 from jaxgemm.device import known_device
-from pallas_kernels import KERNELS, compat, halves
+from pallas_kernels import KERNELS, halves
 from pallas_kernels.problem import Epilogue, PersistentConfig, SplitKConfig
 from tests import kernel_cases
 from tests.kernel_cases import LAYOUTS, lowered, make_problem
@@ -27,14 +27,7 @@ def problem_of(m, n, k, layouts="NN", **fields):
 
 
 def emulated(problem, config, operands, kernel="persistent") -> np.ndarray:
-  assert KERNELS[kernel].supports(problem, config) is None
-  return np.asarray(
-      compat.run_interpreted(
-          lambda interpret: KERNELS[kernel].launch(
-              operands, problem, config, num_sms=2, interpret=interpret
-          )
-      )
-  )
+  return np.asarray(kernel_cases.emulate(kernel, problem, config, operands, num_sms=2))
 
 
 def check(problem, config, kernel="persistent", operands=None):

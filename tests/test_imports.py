@@ -17,13 +17,15 @@ PACKAGES = ("pallas_kernels", "jaxgemm", "experiments", "tests")
 LAYERS = (
     ("device",),
     ("cost_model",),
-    ("contexts", "table", "heuristics", "dims", "precision", "reference", "recording"),
+    ("contexts", "table", "heuristics", "dims", "precision", "reference", "recording",
+     "quantisation"),
     ("triton_heuristics", "user_table"),
     ("plan", "product", "checkpoint_policies"),
     ("lowering",),
     ("partitioning",),
     ("primitive",),
     ("api", "autotune"),
+    ("scaled",),
     ("__init__",),
 )
 KERNEL_IMPORTERS = {

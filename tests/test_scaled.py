@@ -11,8 +11,9 @@ import pytest
 
 import jaxgemm
 from jaxgemm import reference
-from pallas_kernels import KERNELS, compat
+from pallas_kernels import KERNELS
 from pallas_kernels.problem import Epilogue
+from tests import kernel_cases
 from tests.kernel_cases import LAYOUTS, make_problem, small_config
 
 BLOCKS = {
@@ -102,14 +103,8 @@ def test_kernel(algorithm, scaling, rng):
   else:
     truth = of(lhs, rows.swapaxes(1, 2)) @ of(rhs, cols)
   config = small_config("persistent", dtype, num_stages=2, promote=1)
-  kernel = KERNELS["persistent"]
   operands = lhs, rhs, jnp.asarray(rows), jnp.asarray(cols)
-  assert kernel.supports(problem, config) is None
-  result = compat.run_interpreted(
-      lambda interpret: kernel.launch(
-          operands, problem, config, num_sms=2, interpret=interpret
-      )
-  )
+  result = kernel_cases.emulate("persistent", problem, config, operands, num_sms=2)
   assert reference.relative_error(result, truth) < 2e-7
 
 

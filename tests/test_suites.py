@@ -9,7 +9,7 @@ from absl.testing import flagsaver
 import pytest
 
 from experiments import cli, model_shapes, suites
-from pallas_kernels.problem import Problem
+from pallas_kernels.problem import ALGORITHM_OF_DTYPE, Problem
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_random_suite():
   assert 1 <= min(map(min, sizes)) and max(map(max, sizes)) <= 1024
   for values, seen in (
       (suites.LAYOUTS, {case.problem.layouts for case in cases}),
-      (suites.DTYPES, {case.problem.dtype for case in cases}),
+      (ALGORITHM_OF_DTYPE, {case.problem.dtype for case in cases}),
   ):
     assert seen == set(values)
   assert 0 < sum(case.klass == "batched" for case in cases) < 40
