@@ -23,7 +23,7 @@ import math
 from typing import NamedTuple
 
 from jaxgemm.device import Device
-from pallas_kernels import KERNELS, direct, operand_tiles, parts, persistent, tiles
+from pallas_kernels import KERNELS, direct, operand_tiles, parts, specialised, tiles
 from pallas_kernels.problem import Config, PersistentConfig, Problem
 
 
@@ -112,13 +112,13 @@ def estimate(
   splitting = _splitting(problem, split) if split else ()
   num_parts, num_products = (split.count, split.num_products) if split else (1, 1)
   promotes = config.promote and not (
-      isinstance(config, PersistentConfig) and persistent.overlaps(problem, config)
+      isinstance(config, PersistentConfig) and specialised.overlaps(problem, config)
   )
   problem = _multiplied(problem, config)
   shared_rhs, shared_lhs = _multicast(config)
   splits = getattr(config, "splits", 1)
   cluster_k = getattr(config, "cluster_k", 1)
-  specialised = isinstance(config, PersistentConfig)
+  has_roles = isinstance(config, PersistentConfig)
   tiles_m = tiles.round_up(tiles.cdiv(problem.m, config.tile_m), shared_rhs)
   tiles_n = tiles.round_up(tiles.cdiv(problem.n, config.tile_n), shared_lhs)
   num_tiles = problem.batch * tiles_m * tiles_n * splits
@@ -155,7 +155,7 @@ def estimate(
     main += model.round * (direct.num_rounds(problem, config) - 1)
   else:
     main += model.descriptors
-  if specialised:
+  if has_roles:
     main += model.roles + model.team * (config.consumers - 1)
   if cluster > 1:
     main += model.cluster * cluster
@@ -198,13 +198,13 @@ def _busy(
     promotes: bool, supply: float,
 ) -> float:
   """Time of the busiest SM for its tiles."""
-  specialised = isinstance(config, PersistentConfig)
-  in_turn = specialised and config.wg_dim == "tile"
+  has_roles = isinstance(config, PersistentConfig)
+  in_turn = has_roles and config.wg_dim == "tile"
   cluster_k = getattr(config, "cluster_k", 1)
   rate = device.tflops(problem.dtype) * 1e6 / device.num_sms  # FLOP/us
   tile_n = max(config.tile_n, model.narrow)
   matrix = 2 * config.tile_m * tile_n * config.tile_k / rate
-  if specialised and (in_turn or config.consumers == 1):
+  if has_roles and (in_turn or config.consumers == 1):
     matrix *= model.single
   wg_m, wg_n = _wg_tile(config)
   if wg_n > tiles.WGMMA_COLS:
@@ -228,7 +228,7 @@ def _busy(
 
   def busy_with(together: int) -> float:
     """Time of as many tiles on one SM, at once: they hide each other's waits."""
-    alone = model.solo if not specialised and together == 1 else 1.0
+    alone = model.solo if not has_roles and together == 1 else 1.0
     step = max(matrix * alone, supply, model.latency / (together * ahead))
     step += model.step / together + promotion
     return together * (k_steps * step + store / (1 if masked else together))
@@ -237,7 +237,7 @@ def _busy(
     tile = busy_with(1)
     again = max(tile - store, tile / 2, store if masked else 0.0)
     return tile + (per_sm - 1) * again
-  resident = 1 if specialised else _resident(problem, kernel, config)
+  resident = 1 if has_roles else _resident(problem, kernel, config)
   rounds, rest = divmod(per_sm, resident)
   return rounds * busy_with(resident) + (busy_with(rest) if rest else 0.0)
 
@@ -258,7 +258,7 @@ def _memory(
 def _multiplied(problem: Problem, config: Config) -> Problem:
   """What the kernel multiplies."""
   if isinstance(config, PersistentConfig):
-    return persistent.multiplied(problem, config)
+    return specialised.multiplied(problem, config)
   return problem
 
 
@@ -284,7 +284,7 @@ def _soft_max(a: float, b: float, power: float = 6.0) -> float:
 def _wg_tile(config: Config) -> tuple[int, int]:
   """Rows and columns that one warpgroup multiplies."""
   if isinstance(config, PersistentConfig):
-    return persistent.wg_tile(config)
+    return specialised.wg_tile(config)
   return config.tile_m, config.tile_n
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxgemm import cost_model
 from jaxgemm.device import Device
-from pallas_kernels import KERNELS, accumulate, direct, parts, persistent, tiles
+from pallas_kernels import KERNELS, accumulate, direct, parts, specialised, tiles
 from pallas_kernels.exchange import MAX_CTAS
 from pallas_kernels.problem import (
   BlockedConfig,
@@ -163,7 +163,7 @@ def _swapped_tiles(problem: Problem) -> Iterator[tuple[int, int, int, str]]:
   if problem.m > _MOST_SWAPPED or problem.itemsize != 2:
     return
   step = tiles.rhs_step(problem.transposed)
-  parts = range(tiles.cdiv(problem.m, persistent.MAX_TILE_N), 5)
+  parts = range(tiles.cdiv(problem.m, specialised.MAX_TILE_N), 5)
   for rows in {tiles.round_up(tiles.cdiv(problem.m, each), step) for each in parts}:
     if rows > 256 or rows % 64 and (rows > 64 or problem.m <= 64):
       for cols, consumers in _SWAPPED_COLS:
@@ -221,7 +221,7 @@ def _staged(
   if splits > 1:
     kernel = KERNELS["split_k"]
     config = SplitKConfig(**fields, num_stages=0, splits=splits, cluster_k=cluster_k)
-  slot = persistent.slot_bytes(like, config)
+  slot = specialised.slot_bytes(like, config)
   stages = (tiles.SMEM_LIMIT_BYTES - kernel.smem_bytes(like, config)) // slot
   return dataclasses.replace(config, num_stages=min(_MAX_STAGES, stages))
 
@@ -233,7 +233,7 @@ def _with_loads(
   yield kernel, config
   if config.consumers == 1 and problem.itemsize == 2:
     if cost_model.passes(problem, config):
-      producers = persistent.LOADING_PRODUCERS
+      producers = specialised.LOADING_PRODUCERS
       stages = config.num_stages // producers * producers
       yield kernel, dataclasses.replace(config, pad=False, num_stages=stages)
 
@@ -247,7 +247,7 @@ def _multicasts(
     config = candidate.config
     if not isinstance(config, PersistentConfig) or config.cluster > 1 or not config.pad:
       continue
-    product = persistent.multiplied(problem, config)
+    product = specialised.multiplied(problem, config)
     along_m = along_n = ()
     if crooked:
       along_m, along_n = (2, 4), (2, 4)

@@ -15,7 +15,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from pallas_kernels.problem import BLOCK
+from pallas_kernels.problem import SCALE_BLOCK
 
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 
@@ -42,8 +42,10 @@ def quantise(
     raise ValueError(f"quantise: x has shape {x.shape}; it must be a matrix or a batch")
   if jnp.dtype(dtype).name not in FLOAT8:
     raise ValueError(f"quantise: dtype {dtype} must be one of {', '.join(FLOAT8)}")
-  if len(block) != 2 or not set(block) <= {1, BLOCK, -1}:
-    raise ValueError(f"quantise: block {tuple(block)} must be two of 1, {BLOCK} and -1")
+  if len(block) != 2 or not set(block) <= {1, SCALE_BLOCK, -1}:
+    raise ValueError(
+        f"quantise: block {tuple(block)} must be two of 1, {SCALE_BLOCK} and -1"
+    )
   size = jnp.abs(x.astype(jnp.float32))
   for axis, length in zip((-2, -1), block, strict=True):
     size = _largest(size, axis, length)
@@ -68,14 +70,14 @@ def expand(scale: jax.Array, shape: Sequence[int]) -> jax.Array:
   """The scale, repeated over its blocks, so that it broadcasts to `shape`."""
   for axis in (-2, -1):
     if scale.shape[axis] not in (1, shape[axis]):
-      scale = jnp.repeat(scale, BLOCK, axis=axis)
+      scale = jnp.repeat(scale, SCALE_BLOCK, axis=axis)
       scale = lax.slice_in_dim(scale, 0, shape[axis], axis=axis % scale.ndim)
   return scale
 
 
 def num_blocks(size: int) -> int:
   """Blocks of 128 of `size` elements, the last of what is left."""
-  return -(-size // BLOCK)
+  return -(-size // SCALE_BLOCK)
 
 
 def check_scale(name: str, scale: jax.Array, shape: Sequence[int]) -> None:
@@ -90,8 +92,8 @@ def check_scale(name: str, scale: jax.Array, shape: Sequence[int]) -> None:
   if not fits:
     raise ValueError(
         f"{name} has shape {scale.shape}, its operand {tuple(shape)}: along each of the"
-        f" last two dimensions it must have 1 element, as many, or one for every {BLOCK};"
-        " along the others as many"
+        " last two dimensions it must have 1 element, as many, or one for every"
+        f" {SCALE_BLOCK}; along the others as many"
     )
 
 

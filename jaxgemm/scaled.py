@@ -32,7 +32,7 @@ from jaxgemm.quantisation import (
   quantise,
   rounded,
 )
-from pallas_kernels.problem import BLOCK, OUT_DTYPES, Config, Epilogue, Problem
+from pallas_kernels.problem import OUT_DTYPES, SCALE_BLOCK, Config, Epilogue, Problem
 
 _ALGORITHMS = {
     ("float8_e4m3fn", "float8_e4m3fn"): "e4m3_f32",
@@ -205,13 +205,13 @@ def _narrow_gradients(options: _Options, lhs, rhs, lhs_scale, rhs_scale, ct):
         _multiply(by_rows, _transposed(rhs), rows, one, options).reshape(shape),
         _multiply(_transposed(lhs), by_cols, one, cols, options),
     )
-  by_rows, rows = quantise(ct, narrow, block=(1, BLOCK))
-  blocks, scale = quantise(ct, narrow, block=(BLOCK, BLOCK))
+  by_rows, rows = quantise(ct, narrow, block=(1, SCALE_BLOCK))
+  blocks, scale = quantise(ct, narrow, block=(SCALE_BLOCK, SCALE_BLOCK))
   anew, anew_scale = quantise(
-      _transposed(dequantise(lhs, lhs_scale)), lhs.dtype, block=(1, BLOCK)
+      _transposed(dequantise(lhs, lhs_scale)), lhs.dtype, block=(1, SCALE_BLOCK)
   )
   other, other_scale = _transposed(rhs), _transposed(rhs_scale)
-  if other_scale.shape[-2] == 1 and other.shape[-2] > BLOCK:
+  if other_scale.shape[-2] == 1 and other.shape[-2] > SCALE_BLOCK:
     other_scale = jnp.repeat(other_scale, num_blocks(other.shape[-2]), axis=-2)
   return (
       _multiply(by_rows, other, rows, other_scale, options).reshape(shape),
@@ -288,7 +288,8 @@ def _planned(lhs, rhs, rows, cols, scaling: str, options: _Options) -> jax.Array
   if out_of_range:
     raise ValueError(
         f"implementation {options.implementation!r} cannot serve: rhs_scale has blocks"
-        f" of k, and {cols.shape[2]} columns where the kernel wants one for every {BLOCK}"
+        f" of k, and {cols.shape[2]} columns where the kernel wants one for every"
+        f" {SCALE_BLOCK}"
     )
   problem = Problem(
       m, n, k, batch, dtype=lhs.dtype.name, out_dtype=options.out_dtype,

@@ -49,7 +49,7 @@ ALGORITHM_OF_DTYPE = {
 ALGORITHM_OF_EIGHT_BITS = {
     "int8": "i8_i32", "float8_e4m3fn": "e4m3_f32", "float8_e5m2": "e5m2_f32",
 }
-BLOCK = 128  # Of k, rows or columns, that share a factor: see `scales`.
+SCALE_BLOCK = 128  # Of k, rows or columns, that share a factor: see `scales`.
 OUT_DTYPES = ("float32", "bfloat16", "float16")  # int8 operands have int32 alone.
 
 

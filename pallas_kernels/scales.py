@@ -28,7 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels import tiles
-from pallas_kernels.problem import BLOCK
+from pallas_kernels.problem import SCALE_BLOCK
 
 ROWS, COLS = "row_scales", "col_scales"
 Ref = Any
@@ -86,7 +86,7 @@ def pad_block_scales(
   padded = {}
   for name, x, tile in (
       (ROWS, row_scales, config.tile_m * config.cluster_m),
-      (COLS, col_scales, tiles.cdiv(config.tile_n, BLOCK) * config.cluster_n),
+      (COLS, col_scales, tiles.cdiv(config.tile_n, SCALE_BLOCK) * config.cluster_n),
   ):
     pad = tiles.round_up(x.shape[2], tile) + tile - x.shape[2]
     padded[name] = lax.pad(x, jnp.ones((), x.dtype), ((0, 0, 0), (0, 0, 0), (0, pad, 0)))
@@ -105,14 +105,14 @@ def block_factors(
       rows_of.at[pl.ds(row, shape[0])], layout=plgpu.Layout.WGMMA.reduce(1),
       optimized=False,
   )
-  factors = factors * cols_of[lax.div(col, jnp.int32(BLOCK))]
+  factors = factors * cols_of[lax.div(col, jnp.int32(SCALE_BLOCK))]
   return lax.broadcast_in_dim(factors, shape, (0,))
 
 
 def check_blocks(wg_tile: tuple[int, int], promote: int, tile_k: int) -> str | None:
   """Why the sums of such tiles cannot be scaled by blocks, or None."""
-  if promote != 1 or tile_k != BLOCK:
+  if promote != 1 or tile_k != SCALE_BLOCK:
     return f"promote={promote}: factors of blocks of k are those of k tiles: want 1"
-  if BLOCK % wg_tile[1]:
-    return f"{wg_tile[1]} columns a warpgroup must divide the {BLOCK} of a block"
+  if SCALE_BLOCK % wg_tile[1]:
+    return f"{wg_tile[1]} columns a warpgroup must divide the {SCALE_BLOCK} of a block"
   return None

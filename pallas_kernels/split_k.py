@@ -29,7 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import accumulate, calls, persistent, tiles
+from pallas_kernels import accumulate, calls, persistent, specialised, tiles
 from pallas_kernels import epilogue as epilogues
 from pallas_kernels.exchange import MAX_CTAS, Exchange
 from pallas_kernels.problem import Epilogue, Problem, SplitKConfig
@@ -60,9 +60,9 @@ def supports(problem: Problem, config: SplitKConfig) -> str | None:
     return "wg_dim=tile: a CTA of split_k rarely has a second tile to multiply"
   return (
       tiles.check_problem(problem)
-      or persistent.check_parts(problem, config, supports)
-      or persistent.check_swap(problem, config)
-      or persistent.check_config(*_first_kernel(problem, config))
+      or specialised.check_parts(problem, config, supports)
+      or specialised.check_swap(problem, config)
+      or specialised.check_config(*_first_kernel(problem, config))
       or tiles.check_smem(smem_bytes(problem, config))
   )
 
@@ -71,7 +71,7 @@ def smem_bytes(problem: Problem, config: SplitKConfig) -> int:
   """Shared memory of one CTA of the first kernel, the larger one."""
   exchange = make_exchange(config, emulated=False)
   return (
-      persistent.smem_bytes(*_first_kernel(problem, config))
+      specialised.smem_bytes(*_first_kernel(problem, config))
       + (exchange.smem_bytes if exchange else 0)
   )
 
@@ -81,7 +81,7 @@ def make_exchange(config: SplitKConfig, *, emulated: bool) -> Exchange | None:
   if config.cluster_k == 1:
     return None
   return Exchange(
-      config.cluster_k, *persistent.wg_tile(config), config.consumers, emulated
+      config.cluster_k, *specialised.wg_tile(config), config.consumers, emulated
   )
 
 
@@ -134,11 +134,11 @@ def _launch(operands, *, problem, config, num_sms, interpret, split) -> jax.Arra
 def _multiply(operands, problem, config, num_sms, interpret, split) -> jax.Array:
   """Kernel 1: the result, or the sums of the clusters [batch * sums, m, n]."""
   exchange = make_exchange(config, emulated=interpret is not None)
-  product = persistent.multiplied(problem, config)
+  product = specialised.multiplied(problem, config)
   stored, storing = _first_kernel(problem, config)
   call = calls.make_call(
       persistent.swapped(operands, config), product, storing,
-      wg_tile=persistent.wg_tile(config), num_wgs=config.consumers, interpret=interpret,
+      wg_tile=specialised.wg_tile(config), num_wgs=config.consumers, interpret=interpret,
       result=stored,
       stored_cols=exchange.share_cols if exchange else None, halves=split,
   )
@@ -165,7 +165,7 @@ def _reduce(partials, c, problem, config, num_sms, interpret) -> jax.Array:
   Rows and columns are those of what was multiplied.
   """
   _, rows, cols = partials.shape
-  product = persistent.multiplied(problem, config)
+  product = specialised.multiplied(problem, config)
   piece_cols = _piece_cols(problem.batch * (rows // epilogues.PIECE_ROWS), cols, num_sms)
   pieces_n = tiles.cdiv(product.n, piece_cols)
   pieces = (rows // epilogues.PIECE_ROWS) * pieces_n

@@ -1,0 +1,205 @@
+"""What a config of the warp-specialised kernels, persistent and split_k, means.
+
+The shares of the consumers, registers and shared memory; and what can be, with the
+reasons in words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import dataclasses
+
+from pallas_kernels import accumulate, calls, parts, scales, tiles
+from pallas_kernels import ring as rings
+from pallas_kernels.problem import PersistentConfig, Problem
+
+MAX_TILE_N = 384  # Columns of a tile: those of two wgmma that need 192 registers.
+LOADING_PRODUCERS = 3  # Where registers load operands: see `num_producers`.
+MAX_BARRIERS = 32  # In one array of barriers.
+MAX_UNTRADED_SUMS = 64  # Registers of an accumulator beside producers that need some.
+Supports = Callable[[Problem, PersistentConfig], str | None]
+
+
+def wg_tile(config: PersistentConfig) -> tuple[int, int]:
+  """The share of one consumer of the CTA's tile."""
+  if config.wg_dim == "tile":
+    return config.tile_m, config.tile_n
+  if config.wg_dim == "m":
+    return config.tile_m // config.consumers, config.tile_n
+  return config.tile_m, config.tile_n // config.consumers
+
+
+def multiplied(problem: Problem, config: PersistentConfig) -> Problem:
+  """What the kernel multiplies: the problem, or the transposed one, or its parts'."""
+  return parts.product(
+      problem.transposed if config.swap else problem, config.float16_parts
+  )
+
+
+def check_config(problem: Problem, config: PersistentConfig) -> str | None:
+  """Why the tiles, the ring or the cluster cannot be, or None."""
+  if config.consumers not in rings.CONSUMER_REGISTERS:
+    return f"consumers={config.consumers} must be 1, 2 or 3"
+  if config.consumers == 3 and config.wg_dim != "m":
+    return f"wg_dim={config.wg_dim}: three consumers share out m"
+  wg_m, wg_n = wg_tile(config)
+  if wg_m % 64:
+    return (
+        f"tile_m={config.tile_m} over {config.consumers} warpgroups: each needs a"
+        " multiple of 64"
+    )
+  if config.num_stages < 2:
+    return f"num_stages={config.num_stages}: a ring has at least 2 slots"
+  if config.wg_dim == "tile" and config.num_stages > MAX_BARRIERS // 2:
+    return f"num_stages={config.num_stages}: two teams have at most {MAX_BARRIERS // 2}"
+  if sorted((config.cluster_m, config.cluster_n)) not in ([1, 1], [1, 2], [1, 4]):
+    return (
+        f"cluster_m={config.cluster_m}, cluster_n={config.cluster_n}: one of them must"
+        " be 1, and the other 1, 2 or 4"
+    )
+  if config.grid_width < 1:
+    return f"grid_width={config.grid_width} must be at least 1"
+  for shared, tile_mn in (
+      (config.cluster_n, config.tile_m), (config.cluster_m, config.tile_n)
+  ):
+    if shared > 1 and tile_mn % (8 * shared):
+      return f"tiles of {tile_mn} rows: {shared} CTAs load a multiple of 8 each"
+  product, split = multiplied(problem, config), parts.of(problem, config)
+  return (
+      _check_loads(problem, config)
+      or check_swap(problem, config)
+      or tiles.check_tile(
+          product, config.tile_m, config.tile_n, config.tile_k, most_n=MAX_TILE_N
+      )
+      or accumulate.check(
+          wg_m, wg_n, config.promote, registers(config),
+          num_accs=len(split.groups) if split else 1,
+      )
+      or _check_wg_n(product, wg_n)
+      or tiles.check_smem(smem_bytes(problem, config))
+  )
+
+
+def _check_loads(problem: Problem, config: PersistentConfig) -> str | None:
+  """Why registers cannot load operands, or None."""
+  if config.pad:
+    return None
+  if problem.itemsize != 2:
+    return f"pad=False: registers load 16-bit operands, not {problem.dtype}"
+  if config.cluster_m * config.cluster_n > 1:
+    return "pad=False excludes cluster_m and cluster_n: only TMA multicasts"
+  if config.consumers > 1:
+    return "pad=False leaves registers for one consumer"
+  if config.num_stages % LOADING_PRODUCERS:
+    return (
+        f"pad=False: num_stages={config.num_stages} must be a multiple of"
+        f" {LOADING_PRODUCERS}, the number of producers"
+    )
+  sums = config.tile_m * config.tile_n // accumulate.WG_THREADS
+  if sums * (2 if config.promote else 1) > MAX_UNTRADED_SUMS:
+    return (
+        f"pad=False: sums of {config.tile_m}x{config.tile_n} leave too few registers"
+        " to load with"
+    )
+  return None
+
+
+def check_swap(problem: Problem, config: PersistentConfig) -> str | None:
+  """Why the result cannot be stored transposed, or None."""
+  if not config.swap:
+    return None
+  if problem.out_itemsize != 2:
+    return f"swap=True stores 16-bit results, not {problem.out_dtype}"
+  if problem.epilogue.has_c:
+    return "swap=True excludes c"
+  if problem.n % tiles.tma_stride_elems(problem.out_dtype):
+    return f"swap=True: TMA cannot store rows of n={problem.n} elements"
+  return None
+
+
+def check_scales(problem: Problem, config: PersistentConfig) -> str | None:
+  """Why the scales of the problem cannot be applied, or None."""
+  scaling = problem.epilogue.scaling
+  if scaling != "none" and config.swap:
+    return f"swap=True excludes scaling={scaling!r}"
+  if scaling == "blocks":
+    return scales.check_blocks(wg_tile(config), config.promote, config.tile_k)
+  return None
+
+
+def _check_wg_n(problem: Problem, wg_n: int) -> str | None:
+  step = tiles.rhs_step(problem)
+  if wg_n % step:
+    return f"{wg_n} columns a warpgroup must be a multiple of {step}"
+  return None
+
+
+def smem_bytes(problem: Problem, config: PersistentConfig) -> int:
+  """Shared memory of one CTA: the ring, the staging slots, the barriers."""
+  ring = config.num_stages * slot_bytes(problem, config)
+  epilogue = calls.epilogue_bytes(
+      problem, wg_tile(config)[1], config.consumers, config.swap
+  )
+  return ring + epilogue + tiles.BARRIER_BYTES
+
+
+def slot_bytes(problem: Problem, config: PersistentConfig) -> int:
+  """Shared memory of one slot of the ring."""
+  split = parts.of(problem, config)
+  return tiles.slot_bytes(
+      multiplied(problem, config), config.tile_m, config.tile_n, config.tile_k,
+      split.count if split else 1,
+  )
+
+
+def registers(config: PersistentConfig) -> int:
+  """Registers that a thread of a consumer has for its sums.
+
+  With three consumers ptxas compiles for the 128 that a thread has at launch,
+  whatever the producer gives away later.
+  """
+  kept = 128 if config.consumers == 3 else rings.CONSUMER_REGISTERS[config.consumers]
+  return kept - accumulate.OTHER_REGISTERS
+
+
+def overlaps(problem: Problem, config: PersistentConfig) -> bool:
+  """Whether the tensor cores go on with smaller products while others are promoted."""
+  split = parts.of(problem, config)
+  if split is None:
+    return False
+  return not config.promote or (split.scaled and accumulate.fits(3, wg_tile(config)))
+
+
+def num_teams(config: PersistentConfig) -> int:
+  """1, or 2 if the consumers take tiles in turn."""
+  return config.consumers if config.wg_dim == "tile" else 1
+
+
+def num_producers(config: PersistentConfig) -> int:
+  """Warpgroups that load; several wait for memory at once, where TMA does not."""
+  return 1 if config.pad else LOADING_PRODUCERS
+
+
+def of_bfloat16_parts(
+    problem: Problem, config: PersistentConfig, supports: Supports
+) -> PersistentConfig | None:
+  """The config of the same kernel where float16 parts lose bits; None: there is none."""
+  for tile_n in (128, 64):
+    found = dataclasses.replace(
+        config, float16_parts=False, tile_m=128, tile_n=tile_n, num_stages=2,
+        consumers=2, wg_dim="m",
+    )
+    if supports(problem, found) is None:
+      return found
+  return None
+
+
+def check_parts(
+    problem: Problem, config: PersistentConfig, supports: Supports
+) -> str | None:
+  """Why a kernel cannot take the parts that the config says, or None."""
+  if (reason := parts.check(problem, config)) is not None:
+    return reason
+  if config.float16_parts and of_bfloat16_parts(problem, config, supports) is None:
+    return "float16_parts=True: bfloat16 parts do not fit in their place"
+  return None
