@@ -369,8 +369,8 @@ def test_named_kernels_that_cannot_serve():
   a = jnp.ones((64, 64), "bfloat16")
   with jaxgemm.target("NVIDIA H200"):
     # Lowering for a GPU from a CPU: nothing runs.
-    with pytest.raises(ValueError, match="lhs and rhs are int8"):
-      x = a.astype("int8")
+    with pytest.raises(ValueError, match="lhs and rhs are int16"):
+      x = a.astype("int16")
       jaxgemm.matmul(x, x, implementation="persistent")
     with pytest.raises(ValueError, match="only persistent and split_k"):
       x = a.astype("float32")

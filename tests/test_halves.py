@@ -48,6 +48,7 @@ def wide(x) -> np.ndarray:
   return np.asarray(x).astype(np.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layouts", LAYOUTS)
 def test_layouts(layouts):
   check(problem_of(133, 203, 141, layouts), dataclasses.replace(SMALL, tile_n=192))
@@ -63,6 +64,7 @@ def test_layouts(layouts):
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_configs(fields):
   check(problem_of(264, 272, 200), dataclasses.replace(SMALL, **fields))
 
@@ -189,6 +191,7 @@ def test_plans_take_float16_parts_where_these_are_as_exact():
   assert not plan.make_plan(high, H200).config.float16_parts
 
 
+@pytest.mark.slow
 def test_gradients_in_emulation(rng):
   a, b = (rng.standard_normal(shape).astype(np.float32) for shape in ((72, 96), (96, 40)))
   ct = rng.standard_normal((72, 40)).astype(np.float32)

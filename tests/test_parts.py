@@ -65,6 +65,7 @@ def test_more_products_are_more_exact():
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_configs(fields):
   check(problem_in_parts(264, 272, 200), small(**fields))
 

@@ -59,6 +59,7 @@ def _converges_as_far(found: dict[str, list[float]]) -> None:
   assert found["tf32"][-1] > 10 * found["ours"][-1]  # And needed exact products.
 
 
+@pytest.mark.slow
 def test_refinement_in_emulation():
   with jaxgemm.emulate():
     _converges_as_far(solve(128, 64, implementation="persistent"))

@@ -83,6 +83,7 @@ def test_quantise_zeros_and_what_it_refuses():
 # -- The kernel, in emulation ------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scaling", ["rows", "blocks"])
 @pytest.mark.parametrize("algorithm", ["e4m3_f32", "e4m3_e5m2_f32", "e5m2_e4m3_f32"])
 def test_kernel(algorithm, scaling, rng):
@@ -147,7 +148,7 @@ def test_scaled_matmul(kind, emulated, rng):
   else:
     out = call()
   assert out.shape == (2, 70, 200) and out.dtype == jnp.float32
-  assert reference.relative_error(out, truth) < 3e-7
+  assert reference.relative_error(out, truth) < 6e-7
   assert reference.relative_error(out, wide(x) @ wide(w)) < 0.05
 
 
@@ -184,6 +185,7 @@ def test_transposed_operands_are_transposed_once(layouts, rng):
   assert text.count("stablehlo.transpose") == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cotangent_dtype", [None, E5M2])
 @pytest.mark.parametrize("kind", BLOCKS)
 @pytest.mark.parametrize("batch", [(), (2,)])
