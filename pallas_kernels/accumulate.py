@@ -18,6 +18,8 @@ report" (2024), section 3.3.2.
 from __future__ import annotations
 
 from collections.abc import Callable
+import functools
+import operator
 from typing import Any
 
 from jax import lax
@@ -157,10 +159,10 @@ def sum_of_groups(
     return lax.optimization_barrier(tuple(acc[...] for acc in accs))
 
   run, groups = (apart, smaller) if promote else (together, of.groups)
-  *rest, total = pl.run_scoped(run, *(plgpu.ACC(shape, jnp.float32) for _ in groups))
-  for group, sums in zip(smaller, rest, strict=True):
-    total = total + _smaller(sums, of) * jnp.float32(group.scale)
-  return total
+  *others, total = pl.run_scoped(run, *(plgpu.ACC(shape, jnp.float32) for _ in groups))
+  scaled = [x * jnp.float32(g.scale) for x, g in zip(others, smaller, strict=True)]
+  # Those first, the least before the others, so that the total is rounded once.
+  return total + _smaller(functools.reduce(operator.add, scaled), of)
 
 
 def two_sum(total, rest, x):

@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels import epilogue as epilogues
-from pallas_kernels import operand_tiles, parts
+from pallas_kernels import lhs_registers, operand_tiles, parts
 from pallas_kernels.halves import Halves
 from pallas_kernels.problem import Config, Problem
 from pallas_kernels.scales import make_scales, pad_block_scales
@@ -102,6 +102,7 @@ def make_call(
   """
   result = result or problem
   emulated = interpret is not None
+  split = parts.of(result, config)
   lhs_and_rhs, facts, by_name = [(x,) for x in operands[:2]], None, {}
   if halves is not None:
     lhs_and_rhs = halves.lhs, halves.rhs
@@ -110,15 +111,18 @@ def make_call(
     facts, by_name = make_scales(*(x[:, None] for x in operands[-2:]), config)
   elif result.epilogue.scaling == "blocks":
     by_name = pad_block_scales(*operands[-2:], config)
-  elif (split := parts.of(result, config)) is not None:
+  elif split is not None and not split.lhs_in_registers:
     lhs_and_rhs = [
         parts.split(operand_tiles.mend_stride(x, split.dtype), split.count)
         for x in operands[:2]
     ]
-  prepared = operand_tiles.prepare(
-      *lhs_and_rhs, problem, config, wg_tile, emulated=emulated,
-      by_registers=by_registers,
-  )
+  if split is not None and split.lhs_in_registers:
+    prepared = lhs_registers.prepare(*operands[:2], problem, config, emulated=emulated)
+  else:
+    prepared = operand_tiles.prepare(
+        *lhs_and_rhs, problem, config, wg_tile, emulated=emulated,
+        by_registers=by_registers,
+    )
   epilogue = epilogues.make_epilogue(
       result, stored_cols or wg_tile[1], num_wgs, emulated=emulated,
       transposed=getattr(config, "swap", False), by_registers=by_registers,

@@ -70,6 +70,13 @@ class Operand:
   num_parts: int = 1
 
   @property
+  def swizzle(self) -> int:
+    """Bytes of a row of the shared-memory tile: of k, where that is contiguous."""
+    if self.k_major:
+      return self.tile_k * jnp.dtype(self.dtype).itemsize
+    return tiles.SWIZZLE_BYTES
+
+  @property
   def num_copies(self) -> int:
     """Arrivals on the slot's barrier, one a copy, when a tile is brought."""
     if self.way == "chunks":
@@ -97,7 +104,7 @@ class Operand:
         "loads": (num_slots, *self._tile_as_stored()),
         "chunks": (num_slots, self._num_chunks, self.tile_k, width),
     }[self.way]
-    transforms = tiles.swizzled(self.dtype)
+    transforms = tiles.swizzled(self.dtype, self.swizzle)
     tiled = plgpu.SMEM(shape, jnp.dtype(self.dtype), transforms=transforms)
     if not self._union:
       return tiled

@@ -43,6 +43,7 @@ import jax.numpy as jnp
 from pallas_kernels.problem import Config, PersistentConfig, Problem
 
 HIGH, MID, LOW = 0, 1, 2
+_LARGEST = float(jnp.finfo(jnp.bfloat16).max)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +64,7 @@ class Parts:
     groups: the products; the last group is that of high high.
     scaled: whether rows of lhs and columns of rhs are scaled first, so that all sums
       are finite (see `halves`).
+    lhs_in_registers: whether lhs is split there, and comes whole.
   """
 
   dtype: str
@@ -70,6 +72,7 @@ class Parts:
   count: int
   groups: tuple[Group, ...]
   scaled: bool = False
+  lhs_in_registers: bool = False
 
   @property
   def num_products(self) -> int:
@@ -86,6 +89,7 @@ OF_ALGORITHM = {
     "bf16_x6": Parts("bfloat16", "bf16_f32", 3, (_LOW, _MID, _HIGH)),
     "bf16_x9": Parts("bfloat16", "bf16_f32", 3, (*_REST[::-1], _LOW, _MID, _HIGH)),
 }
+SPLIT_LHS = dataclasses.replace(OF_ALGORITHM["bf16_x6"], lhs_in_registers=True)
 HALVES = Parts(
     "float16", "f16_f32", 2, (Group(2.0**-11, _MID.pairs), _HIGH), scaled=True
 )
@@ -100,6 +104,8 @@ def of(problem: Problem, config: Config | None = None) -> Parts | None:
   """The parts that the config has the operands split into, or None."""
   if getattr(config, "float16_parts", False):
     return HALVES
+  if getattr(config, "split_lhs", False):
+    return SPLIT_LHS
   return OF_ALGORITHM.get(problem.algorithm)
 
 
@@ -116,6 +122,13 @@ def check(problem: Problem, config: PersistentConfig) -> str | None:
   """Why the parts cannot be multiplied as the config says, or None."""
   if config.float16_parts and problem.algorithm != "bf16_x6":
     return f"float16_parts=True is a way of bf16_x6, not of {problem.algorithm}"
+  if config.split_lhs:
+    if problem.algorithm != "bf16_x6" or config.float16_parts:
+      return "split_lhs=True is a way of bf16_x6, and not of float16 parts"
+    if config.wg_dim != "m" or config.tile_m != 64 * config.consumers:
+      return "split_lhs=True: each consumer splits 64 rows of the tile"
+    if problem.epilogue.has_c and config.swap:
+      return "split_lhs=True with swap=True excludes c"
   if config.float16_parts and config.swap:
     return "float16_parts=True excludes swap"
   if not is_split(problem):
@@ -138,6 +151,18 @@ def split(x: jax.Array, count: int) -> tuple[jax.Array, ...]:
     rest = (rest - part) * 256.0
     part = jnp.where(jnp.isfinite(x), part, 0.0 if i else x)
     found.append(part.astype(jnp.bfloat16))
+  return tuple(found)
+
+
+def split_registers(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """The three parts of x, as `split` gives them, in registers of a kernel."""
+  normal = (x < jnp.inf) & (x > -jnp.inf)
+  found, rest = [], jnp.where(normal, x, 0.0)
+  for _ in range(3):
+    part = jnp.clip(rest, -_LARGEST, _LARGEST).astype(jnp.bfloat16)
+    rest = (rest - part.astype(jnp.float32)) * 256.0
+    found.append(part)
+  found[0] = jnp.where(normal, found[0].astype(jnp.float32), x).astype(jnp.bfloat16)
   return tuple(found)
 
 

@@ -86,7 +86,7 @@ def launch(
 ) -> jax.Array:
   """Returns the result [batch, m, n]; operands as `problem` stores them."""
   return guarded(
-      functools.partial(_launch, problem=problem, num_sms=num_sms, interpret=interpret),
+      functools.partial(_launch, num_sms=num_sms, interpret=interpret),
       operands, problem, config, supports,
   )
 
@@ -95,14 +95,23 @@ def guarded(
     launch: Callable[..., jax.Array], operands, problem: Problem,
     config: PersistentConfig, supports: specialised.Supports,
 ) -> jax.Array:
-  """`launch(operands, config, split)` with the parts that the operands allow."""
+  """`launch(operands, problem, config, split)` with the parts that the operands allow."""
+  if config.split_lhs and config.swap:
+    # The result has few rows or columns: a pass that transposes it costs little.
+    config = dataclasses.replace(config, swap=False)
+    out = launch(operands[1::-1], problem=problem.transposed, config=config, split=None)
+    return lax.transpose(out, (0, 2, 1))
   if not config.float16_parts:
-    return launch(operands, config=config, split=None)
+    return launch(operands, problem=problem, config=config, split=None)
   otherwise = specialised.of_bfloat16_parts(problem, config, supports)
   return halves.guarded(
       *operands[:2], problem,
-      multiply=lambda split: launch(operands, config=config, split=split),
-      otherwise=lambda: launch(operands, config=otherwise, split=None),
+      multiply=lambda split: launch(
+          operands, problem=problem, config=config, split=split
+      ),
+      otherwise=lambda: launch(
+          operands, problem=problem, config=otherwise, split=None
+      ),
   )
 
 

@@ -262,6 +262,9 @@ class PersistentConfig:
       tile_n and cluster_n its rows, of which wgmma takes any multiple of 16.
     float16_parts: form products of algorithm bf16_x6 from three of float16 parts,
       where these lose no bits (see `halves`).
+    split_lhs: consumers split lhs, which comes in float32, into the parts of bf16_x6 in
+      their registers; only rhs has a pass that does so. With `swap` that is the other
+      way round, and the result is transposed in a pass of its own.
   """
 
   tile_m: int = 128
@@ -278,6 +281,7 @@ class PersistentConfig:
   pad: bool = True
   swap: bool = False
   float16_parts: bool = False
+  split_lhs: bool = False
 
   @property
   def cluster(self) -> int:

@@ -27,7 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import operand_tiles
+from pallas_kernels import lhs_registers, operand_tiles
 
 # What a thread keeps, by the number of consumers: all CTA's threads share 64 K.
 PRODUCER_REGISTERS = {1: 40, 2: 40, 3: 32}
@@ -61,6 +61,11 @@ class Ring:
   cluster: int = 1
 
   @property
+  def splits_lhs(self) -> bool:
+    """Whether the consumers split lhs in registers."""
+    return self.lhs.dtype == "float32" and self.rhs.dtype == "bfloat16"
+
+  @property
   def lhs(self) -> operand_tiles.Operand:
     return self.prepared.lhs_operand
 
@@ -76,7 +81,8 @@ class Ring:
       empty = plgpu.ClusterBarrier(collective_axes=axes, **arrivals)
     else:
       empty = plgpu.Barrier(**arrivals)
-    return {
+    staged = self.splits_lhs and self.lhs.emulated
+    return (lhs_registers.scratch(self.num_consumers) if staged else {}) | {
         "lhs_slots": self.lhs.slots(self.num_stages),
         "rhs_slots": self.rhs.slots(self.num_stages),
         "full": plgpu.Barrier(
@@ -163,12 +169,24 @@ class Ring:
     """
     slots, issued = (refs["lhs_slots"], refs["rhs_slots"]), []
     plgpu.barrier_wait(self._barrier(refs["full"], step))
+    lhs_parts = None
+    if self.splits_lhs:
+      lhs_parts = lhs_registers.load(
+          self.lhs, refs, self._slot(step), lhs_start,
+          wg=lax.div(lhs_start, jnp.int32(lhs_registers.ROWS)),
+          turn=lax.rem(step, jnp.int32(2)),
+      )
     for acc, group in zip(accs, groups, strict=True):
       for pair in group.pairs:
-        count = operand_tiles.multiply(
-            acc, self.prepared, slots, self._slot(step), lhs_start=lhs_start,
-            rhs_start=rhs_start, parts=pair,
-        )
+        if lhs_parts is None:
+          count = operand_tiles.multiply(
+              acc, self.prepared, slots, self._slot(step), lhs_start=lhs_start,
+              rhs_start=rhs_start, parts=pair,
+          )
+        else:
+          count, (part, other) = 1, pair
+          rhs = self.rhs.view(slots[1], self._slot(step), rhs_start, acc.shape[1], other)
+          plgpu.wgmma(acc, lhs_parts[part], rhs)
         issued.append(count)
     late = sum(len(group.pairs) for group in groups[len(groups) - in_flight :])
     plgpu.wgmma_wait(sum(issued[len(issued) - late :]))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 import dataclasses
 
-from pallas_kernels import accumulate, calls, parts, scales, tiles
+from pallas_kernels import accumulate, calls, lhs_registers, parts, scales, tiles
 from pallas_kernels import ring as rings
 from pallas_kernels.problem import PersistentConfig, Problem
 
@@ -68,14 +68,15 @@ def check_config(problem: Problem, config: PersistentConfig) -> str | None:
   return (
       _check_loads(problem, config)
       or check_swap(problem, config)
-      or tiles.check_tile(
+      or (lhs_registers.check(product, config) if config.split_lhs else None)
+      or (None if config.split_lhs else tiles.check_tile(
           product, config.tile_m, config.tile_n, config.tile_k, most_n=MAX_TILE_N
-      )
+      ))
       or accumulate.check(
           wg_m, wg_n, config.promote, registers(config),
           num_accs=len(split.groups) if split else 1,
       )
-      or _check_wg_n(product, wg_n)
+      or (None if config.split_lhs else _check_wg_n(product, wg_n))
       or tiles.check_smem(smem_bytes(problem, config))
   )
 
@@ -106,7 +107,7 @@ def _check_loads(problem: Problem, config: PersistentConfig) -> str | None:
 
 def check_swap(problem: Problem, config: PersistentConfig) -> str | None:
   """Why the result cannot be stored transposed, or None."""
-  if not config.swap:
+  if not config.swap or config.split_lhs:
     return None
   if problem.out_itemsize != 2:
     return f"swap=True stores 16-bit results, not {problem.out_dtype}"
@@ -137,14 +138,18 @@ def _check_wg_n(problem: Problem, wg_n: int) -> str | None:
 def smem_bytes(problem: Problem, config: PersistentConfig) -> int:
   """Shared memory of one CTA: the ring, the staging slots, the barriers."""
   ring = config.num_stages * slot_bytes(problem, config)
+  transposed = config.swap and not config.split_lhs
   epilogue = calls.epilogue_bytes(
-      problem, wg_tile(config)[1], config.consumers, config.swap
+      problem.transposed if config.swap and config.split_lhs else problem,
+      wg_tile(config)[1], config.consumers, transposed,
   )
   return ring + epilogue + tiles.BARRIER_BYTES
 
 
 def slot_bytes(problem: Problem, config: PersistentConfig) -> int:
   """Shared memory of one slot of the ring."""
+  if config.split_lhs:
+    return lhs_registers.slot_bytes(config)
   split = parts.of(problem, config)
   return tiles.slot_bytes(
       multiplied(problem, config), config.tile_m, config.tile_n, config.tile_k,
@@ -167,6 +172,8 @@ def overlaps(problem: Problem, config: PersistentConfig) -> bool:
   split = parts.of(problem, config)
   if split is None:
     return False
+  if config.split_lhs:
+    return True
   return not config.promote or (split.scaled and accumulate.fits(3, wg_tile(config)))
 
 

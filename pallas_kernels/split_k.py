@@ -119,7 +119,7 @@ def launch(
 ) -> jax.Array:
   """Returns the result [batch, m, n]; operands as `problem` stores them."""
   return persistent.guarded(
-      functools.partial(_launch, problem=problem, num_sms=num_sms, interpret=interpret),
+      functools.partial(_launch, num_sms=num_sms, interpret=interpret),
       operands, problem, config, supports,
   )
 

@@ -385,6 +385,22 @@ def test_float16_parts_of_odd_sizes_and_batches():
       assert reference.relative_error(result, truth) < 4e-7
 
 
+@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize("layouts", LAYOUTS)
+@pytest.mark.parametrize(
+    ("kernel", "fields"),
+    [("persistent", {}), ("split_k", dict(splits=4)),
+     ("split_k", dict(splits=4, cluster_k=4))],
+    ids=str,
+)
+def test_lhs_split_in_registers(kernel, fields, layouts, draw):
+  fields = fields | dict(tile_k=32, tile_n=48, num_stages=4, promote=1, split_lhs=True)
+  for size, swap in (((2048, 40, 4096), False), ((7, 1001, 1024), True)):
+    problem, operands, truth, theirs = _exact_operands(size, layouts, draw)
+    config = small_config(kernel, **fields, swap=swap)
+    _is_as_exact(launch(kernel, problem, config, operands), truth, theirs)
+
+
 @pytest.mark.parametrize(("algorithm", "bound"), [("bf16_x3", 6e-6), ("bf16_x9", 1e-6)])
 @pytest.mark.parametrize("layouts", LAYOUTS)
 def test_parts(layouts, algorithm, bound):

@@ -1,0 +1,94 @@
+"""lhs in float32, split into bfloat16 parts by the consumers, in their registers.
+
+Where lhs is large and rhs has few columns, memory bounds the product, and passes that
+split lhs would triple its traffic. So the ring brings lhs as it is, 32 of k a slot, and
+rhs in parts, made in a pass. A consumer loads its 64 rows of the slot, splits them (see
+`parts`), and hands the parts to wgmma as registers, whichever way lhs is stored.
+
+The emulator's wgmma reads no registers: there the parts go through shared memory, in
+two slots that take turns.
+
+Source: the mixed-input products of CUTLASS (sm90), whose consumers convert one operand
+in registers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from pallas_kernels import operand_tiles, parts, tiles
+from pallas_kernels.problem import PersistentConfig, Problem
+
+TILE_K = 32  # 128 bytes of k-major lhs.
+ROWS = 64  # Of a consumer.
+MAX_COLS = 80  # Four sums of 40 registers, beside the parts.
+PARTS = "lhs_parts"
+Ref = Any
+
+
+def check(problem: Problem, config: PersistentConfig) -> str | None:
+  """Why a config cannot split lhs of `problem`, as it is multiplied, or None."""
+  if config.tile_k != TILE_K:
+    return f"tile_k={config.tile_k}: split_lhs=True takes {TILE_K}"
+  if config.tile_n % 16 or not 16 <= config.tile_n <= MAX_COLS:
+    return (
+        f"tile_n={config.tile_n}: split_lhs=True takes multiples of 16 up to {MAX_COLS}"
+    )
+  return None
+
+
+def slot_bytes(config: PersistentConfig) -> int:
+  """Shared memory of one slot of the ring."""
+  return TILE_K * (4 * config.tile_m + 3 * 2 * config.tile_n)
+
+
+def prepare(
+    lhs: jax.Array, rhs: jax.Array, problem: Problem, config: PersistentConfig, *,
+    emulated: bool,
+) -> operand_tiles.Prepared:
+  """lhs as it is, but for its stride; the parts of rhs, k-major."""
+  k_major = problem.lhs_layout == "k-major"
+  way = "flat" if k_major else "tiled"
+  if operand_tiles.needs_padding(*lhs.shape[1:], jnp.float32, way):
+    lhs = operand_tiles.pad_for_tma(lhs, jnp.float32, way)
+  if problem.rhs_layout != "k-major":
+    rhs = lax.transpose(rhs, (0, 2, 1))
+  split = parts.split(operand_tiles.mend_stride(rhs, jnp.bfloat16), 3)
+  several = problem.batch > 1
+  return operand_tiles.Prepared(
+      (lhs,), split,
+      operand_tiles.Operand(
+          True, k_major, config.tile_m, TILE_K, "float32",
+          several and problem.lhs_batched, problem.m, problem.k, way, emulated,
+      ),
+      operand_tiles.Operand(
+          False, True, config.tile_n, TILE_K, "bfloat16",
+          several and problem.rhs_batched, problem.n, problem.k, "flat", emulated, 3,
+      ),
+  )
+
+
+def scratch(num_consumers: int) -> dict[str, Any]:
+  """Where the emulator keeps the parts."""
+  shape = (num_consumers, 2, 3, ROWS, TILE_K)
+  dtype = jnp.dtype(jnp.bfloat16)
+  return {PARTS: plgpu.SMEM(shape, dtype, transforms=tiles.swizzled(dtype, 2 * TILE_K))}
+
+
+def load(lhs: operand_tiles.Operand, refs, slot, start, *, wg, turn) -> list:
+  """The parts of 64 rows of a slot from `start` on, as wgmma takes them."""
+  rows = plgpu.load(
+      lhs.view(refs["lhs_slots"], slot, start, ROWS), layout=plgpu.Layout.WGMMA
+  )
+  found = parts.split_registers(rows)
+  if not lhs.emulated:
+    return list(found)
+  for i, part in enumerate(found):
+    refs[PARTS][wg, turn, i] = part
+  plgpu.commit_smem()
+  return [refs[PARTS].at[wg, turn, i] for i in range(3)]
