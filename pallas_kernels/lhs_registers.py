@@ -31,8 +31,8 @@ PARTS = "lhs_parts"
 Ref = Any
 
 
-def check(problem: Problem, config: PersistentConfig) -> str | None:
-  """Why a config cannot split lhs of `problem`, as it is multiplied, or None."""
+def check(config: PersistentConfig) -> str | None:
+  """Why a config cannot split lhs, or None."""
   if config.tile_k != TILE_K:
     return f"tile_k={config.tile_k}: split_lhs=True takes {TILE_K}"
   if config.tile_n % 16 or not 16 <= config.tile_n <= MAX_COLS:

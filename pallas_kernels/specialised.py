@@ -68,15 +68,11 @@ def check_config(problem: Problem, config: PersistentConfig) -> str | None:
   return (
       _check_loads(problem, config)
       or check_swap(problem, config)
-      or (lhs_registers.check(product, config) if config.split_lhs else None)
-      or (None if config.split_lhs else tiles.check_tile(
-          product, config.tile_m, config.tile_n, config.tile_k, most_n=MAX_TILE_N
-      ))
+      or _check_tile(product, config)
       or accumulate.check(
           wg_m, wg_n, config.promote, registers(config),
           num_accs=len(split.groups) if split else 1,
       )
-      or (None if config.split_lhs else _check_wg_n(product, wg_n))
       or tiles.check_smem(smem_bytes(problem, config))
   )
 
@@ -128,20 +124,27 @@ def check_scales(problem: Problem, config: PersistentConfig) -> str | None:
   return None
 
 
-def _check_wg_n(problem: Problem, wg_n: int) -> str | None:
-  step = tiles.rhs_step(problem)
-  if wg_n % step:
-    return f"{wg_n} columns a warpgroup must be a multiple of {step}"
-  return None
+def _check_tile(product: Problem, config: PersistentConfig) -> str | None:
+  """Why TMA and wgmma cannot work on the tile, or None."""
+  if config.split_lhs:
+    return lhs_registers.check(config)
+  reason = tiles.check_tile(
+      product, config.tile_m, config.tile_n, config.tile_k, most_n=MAX_TILE_N
+  )
+  wg_n, step = wg_tile(config)[1], tiles.rhs_step(product)
+  if reason is None and wg_n % step:
+    reason = f"{wg_n} columns a warpgroup must be a multiple of {step}"
+  return reason
 
 
 def smem_bytes(problem: Problem, config: PersistentConfig) -> int:
   """Shared memory of one CTA: the ring, the staging slots, the barriers."""
   ring = config.num_stages * slot_bytes(problem, config)
-  transposed = config.swap and not config.split_lhs
+  transposed = config.swap
+  if config.split_lhs and config.swap:  # The transposed product, stored as it is.
+    problem, transposed = problem.transposed, False
   epilogue = calls.epilogue_bytes(
-      problem.transposed if config.swap and config.split_lhs else problem,
-      wg_tile(config)[1], config.consumers, transposed,
+      problem, wg_tile(config)[1], config.consumers, transposed
   )
   return ring + epilogue + tiles.BARRIER_BYTES
 
