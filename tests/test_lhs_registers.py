@@ -49,6 +49,7 @@ def test_swapped(layouts):
   check("persistent", problem_of(5, 268, 132, layouts), config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
     [dict(tile_m=64, consumers=1), dict(tile_m=192, consumers=3), dict(cluster_m=2)],

@@ -133,7 +133,9 @@ def test_supports_names_the_constraint(kernel, fields, scaling, named):
 # -- scaled_matmul -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("emulated", [False, True])
+@pytest.mark.parametrize(
+    "emulated", [False, pytest.param(True, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_scaled_matmul(kind, emulated, rng):
   x, w = normal(rng, 2, 70, 300), normal(rng, 300, 200)
