@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments import accuracy
 import jaxgemm
 from jaxgemm import heuristics, reference
 from jaxgemm.device import current_device
@@ -287,27 +288,9 @@ def test_other_precisions_go_to_xla():
 # -- float32 products of parts -----------------------------------------------------
 
 
-def _wide_range(rng, shape):
-  return rng.standard_normal(shape) * np.exp2(rng.uniform(-40, 40, shape))
-
-
-DRAWS = {
-    "normal": lambda rng, shape: rng.standard_normal(shape),
-    "uniform": lambda rng, shape: rng.random(shape),
-    "wide": _wide_range,
+DRAWS = accuracy.DRAWS | {
     "subnormal": lambda rng, shape: rng.standard_normal(shape) * 2.0**-70,
 }
-
-
-def _errors(result, truth) -> tuple[float, float]:
-  """Of the whole, and the largest."""
-  apart = np.asarray(result).astype(np.float64) - truth
-  return (
-      float(np.linalg.norm(apart) / np.linalg.norm(truth)),
-      float(np.abs(apart).max() / np.abs(truth).max()),
-  )
-
-
 SIZES = [(2048, 2304, 2048), (512, 768, 4096), (133, 203, 1001), (64, 72, 65536)]
 
 
@@ -326,13 +309,13 @@ def _exact_operands(size, layouts, draw):
   xla = lax.dot_general(
       *operands, (((lhs,), (rhs,)), ((0,), (0,))), precision="highest"
   )
-  return problem, operands, truth, _errors(xla, truth)
+  return problem, operands, truth, accuracy.errors(xla, truth)
 
 
 def _is_as_exact(result, truth, theirs):
   """At most half as far again from the truth as XLA's float32 product, or its last bit.
   """
-  for ours, others in zip(_errors(result, truth), theirs, strict=True):
+  for ours, others in zip(accuracy.errors(result, truth), theirs, strict=True):
     assert ours <= 1.5 * max(others, 2.0**-23), (ours, others)
 
 
