@@ -182,7 +182,7 @@ def floor_us(problem: Problem, device: Device | None) -> float | None:
   """
   if device is None or problem.dtype not in device.matrix_tflops:
     return None
-  compute_us = problem.flops / device.tflops(problem.dtype) / 1e6
+  compute_us = problem.flops / device.matrix_tflops[problem.dtype] / 1e6
   memory_us = problem.num_bytes / device.bandwidth_tbps / 1e6
   return max(compute_us, memory_us)
 

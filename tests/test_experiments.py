@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import re
 import types
 
 from absl import app, flags
@@ -28,6 +29,7 @@ from experiments import (
   timing,
 )
 import jaxgemm
+from jaxgemm.autotune.timing import _take as take
 from pallas_kernels import KERNELS, triton
 from pallas_kernels.problem import Problem
 
@@ -218,6 +220,16 @@ def test_interleaved_wants_the_same_kernels_in_every_call(cupti):
     timing.interleaved({"fickle": fickle}, [(jnp.ones(1),)], 1)
 
 
+def test_a_kernel_told_late_counts_where_it_was_launched():
+  """As CUPTI tells of a conditional's branch: after the kernels of the next call."""
+  kernels = [("split", 1.0), ("pad", 2.0), ("gemm", 4.0), ("gemm", 8.0), ("split", 16.0)]
+  assert take(kernels, "one", ["split", "gemm"]) == 5000.0
+  assert take(kernels, 2, ["pad", "gemm"]) == 10000.0
+  assert kernels == [("split", 16.0)]
+  with pytest.raises(RuntimeError, match=r"launched \[\], its first call"):
+    take(kernels, "one", ["split", "gemm"])
+
+
 def test_interleaved_wants_kernels(cupti):
   with pytest.raises(RuntimeError, match="no kernel"):
     timing.interleaved({"idle": cupti.variant()}, [(jnp.ones(1),)], 1)
@@ -290,6 +302,16 @@ def test_count_of_kernels():
       "__triton_nested_gemm_fusion": 1, "dot": 1,
   }
   assert str(count).startswith("2 of jaxgemm (1 persistent, 1 split_k), 5 of XLA (")
+
+
+def test_branches_of_a_conditional_count_once():
+  a = jnp.ones((32, 32))
+  choose = lambda p, a: jax.lax.cond(p, lambda: a @ a, lambda: jnp.tanh(a) @ a)
+  text = jax.jit(choose).lower(True, a).compile().as_text()
+  assert "conditional(" in text and kernel_count.count_gemms(text).num_xla == 1
+  old = text.replace("branch_computations={", "true_computation=")
+  old = re.sub(r"(true_computation=[^,]*), ([^}]*)}", r"\1, false_computation=\2", old)
+  assert old != text and kernel_count.count_gemms(old).num_xla == 1
 
 
 def test_count_of_a_compiled_program():
