@@ -11,6 +11,9 @@ to the wait, so the compiler may move a conversion in front of it: with two k ti
 unrolled it did, and lost three of eight products. The accumulator therefore leaves
 through an optimization barrier behind the wait.
 
+Truncation goes towards zero, so that it takes the same share of every sum away, on
+average. The sums of parts, whose other errors are smaller, get that back at their end.
+
 Source: the promotion of DeepGEMM's FP8 kernels, and "DeepSeek-V3 technical
 report" (2024), section 3.3.2.
 """
@@ -53,9 +56,11 @@ def check(
   return None
 
 
-def fits(sums: int, shape: tuple[int, int]) -> bool:
+def fits(
+    sums: int, shape: tuple[int, int], registers: int = MAX_ACC_REGISTERS
+) -> bool:
   """Whether a warpgroup holds that many sums of a tile [rows, cols]."""
-  return sums * shape[0] * shape[1] // WG_THREADS <= MAX_ACC_REGISTERS
+  return sums * shape[0] * shape[1] // WG_THREADS <= registers
 
 
 def sum_over_k(
@@ -92,14 +97,14 @@ def sum_over_k(
 
 def sum_of_parts(
     multiply: Callable[[Ref, Any, int], None], *, shape: tuple[int, int], k_steps: int,
-    of: parts.Parts,
+    of: parts.Parts, lost: float,
 ):
   """Returns the sum [rows, cols] over `k_steps` k tiles and all groups of products.
 
   `multiply(acc, k_tile, index)` adds the products of group `index` to the wgmma
   accumulator `acc`. Where registers allow it, the smaller groups have a sum of their
   own, to which goes what the rounding of the other takes away: the error then does
-  not grow with k.
+  not grow with k. `lost` is the share of the sum that truncation takes away.
   """
   apart = fits(3, shape)
 
@@ -120,35 +125,45 @@ def sum_of_parts(
 
   start = zeros(shape), zeros(shape) if apart else jnp.float32(0.0)
   total, rest = lax.fori_loop(jnp.int32(0), jnp.int32(k_steps), add, start)
-  return total + finite(rest) if apart else total
+  found = total * jnp.float32(lost)
+  return total + finite(rest + found if apart else found)
 
 
 def sum_of_groups(
     multiply: Callable[..., None], finish: Callable[[], None], *, shape: tuple[int, int],
-    k_steps: int, of: parts.Parts, promote: bool,
+    k_steps: int, of: parts.Parts, promote: bool, lost: float, registers: int,
 ):
   """The same, while the tensor cores go on with the smaller products.
 
   Those are summed up in accumulators of their own until the end, the products of high
-  high too, unless `promote` has them added to an ordinary sum after each k tile.
+  high too, unless `promote` has them added to an ordinary sum after each k tile. That
+  keeps its rounding errors if `registers` of a thread hold them.
 
   `multiply(accs, groups, k_tile, in_flight)` adds the products of groups to wgmma
   accumulators, and waits for all but those of the last `in_flight`; `finish` waits for
   these.
   """
   *smaller, largest = of.groups
+  exact = fits(len(smaller) + 3, shape, registers)
+
+  def scaled(accs):
+    """Of the smaller products, the least first."""
+    return [acc * jnp.float32(g.scale) for acc, g in zip(accs, smaller, strict=True)]
 
   def apart(*accs):
-    def add(k_tile, total):
+    def add(k_tile, sums):
       def run(acc):
         multiply((acc, *accs), (largest, *smaller), k_tile, len(smaller))
         return lax.optimization_barrier(acc[...])
 
-      return total + pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
+      found = pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
+      return two_sum(*sums, found) if exact else (sums[0] + found,)
 
-    total = lax.fori_loop(jnp.int32(0), jnp.int32(k_steps), add, zeros(shape))
+    start = (zeros(shape),) * (2 if exact else 1)
+    sums = lax.fori_loop(jnp.int32(0), jnp.int32(k_steps), add, start)
     finish()
-    return lax.optimization_barrier((*(acc[...] for acc in accs), total))
+    (total, *rest), others = lax.optimization_barrier((sums, [acc[...] for acc in accs]))
+    return total, scaled(others) + rest + [total * jnp.float32(lost)]
 
   def together(*accs):
     def add(k_tile, _):
@@ -156,13 +171,13 @@ def sum_of_groups(
 
     lax.fori_loop(jnp.int32(0), jnp.int32(k_steps), add, None)
     finish()
-    return lax.optimization_barrier(tuple(acc[...] for acc in accs))
+    *others, total = lax.optimization_barrier([acc[...] for acc in accs])
+    return total, scaled(others)
 
   run, groups = (apart, smaller) if promote else (together, of.groups)
-  *others, total = pl.run_scoped(run, *(plgpu.ACC(shape, jnp.float32) for _ in groups))
-  scaled = [x * jnp.float32(g.scale) for x, g in zip(others, smaller, strict=True)]
-  # Those first, the least before the others, so that the total is rounded once.
-  return total + _smaller(functools.reduce(operator.add, scaled), of)
+  total, rest = pl.run_scoped(run, *(plgpu.ACC(shape, jnp.float32) for _ in groups))
+  # Those first, so that the total is rounded once.
+  return total + _smaller(functools.reduce(operator.add, rest), of)
 
 
 def two_sum(total, rest, x):

@@ -150,6 +150,9 @@ def run(
   wg_tile_shape = specialised.wg_tile(config)
   ring, epilogue = make_ring(call.prepared, config, k_steps), call.epilogue
   split = parts.of(call.result, config)
+  lost = 0.0  # To truncation, of the sum of a k tile; the emulator rounds.
+  if split is not None and not ring.lhs.emulated:
+    lost = split.lost * config.tile_k / 64
   in_blocks = call.result.epilogue.scaling == "blocks"
   teams = specialised.num_teams(config)
   grid = ClusterGrid.of(problem, config, num_sms=num_sms, copies=copies)
@@ -218,11 +221,12 @@ def run(
         elif specialised.overlaps(call.result, config):
           acc = accumulate.sum_of_groups(
               multiply_groups, finish, shape=wg_tile_shape, k_steps=k_steps, of=split,
-              promote=config.promote > 0,
+              promote=config.promote > 0, lost=lost,
+              registers=specialised.registers(config),
           )
         else:
           acc = accumulate.sum_of_parts(
-              multiply_group, shape=wg_tile_shape, k_steps=k_steps, of=split
+              multiply_group, shape=wg_tile_shape, k_steps=k_steps, of=split, lost=lost
           )
 
         def store(sums, col):
