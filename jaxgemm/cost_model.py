@@ -52,8 +52,11 @@ class Model:
   single: float = 0.943  # Of the tensor cores' time, one warpgroup at a time.
   wide: float = 1.13  # The same, two wgmma a k tile: one holds 256 columns at most.
   narrow: float = 79.8  # Columns of a wgmma that takes no less time with fewer.
+  narrow_split: float = 50.0  # The same, where it takes lhs from registers.
   chunks: float = 0.892  # The same, wgmma of 64 columns, as rhs comes in chunks.
   promotion: float = 0.0181  # Of the sums, once.
+  # Of 32 of k and 64 columns, by 1, 2 or 3 consumers in registers, beside the products.
+  lhs_split: tuple[float, float, float] = (0.285, 0.37, 0.30)
   exchange_rate: float = 7.6e3  # Through distributed shared memory.
   memory: float = 1.03  # Share of the bandwidth that a product reaches.
   apart: float = 0.149  # What the memory loses where k is split: rows far apart.
@@ -107,10 +110,17 @@ def estimate(
     problem: Problem, kernel: str, config: Config, device: Device, model: Model = MODEL
 ) -> Estimate:
   """What the model expects of a config that serves the problem."""
-  masked = kernel == direct.NAME or problem.n * problem.out_itemsize % 16 > 0
   split = parts.of(problem, config)
-  splitting = _splitting(problem, split) if split else ()
+  splits_lhs = split is not None and split.lhs_in_registers
+  stored = problem.transposed if splits_lhs and config.swap else problem
+  masked = kernel == direct.NAME or stored.n * stored.out_itemsize % 16 > 0
+  splitting = _splitting(problem, config, split) if split else ()
   num_parts, num_products = (split.count, split.num_products) if split else (1, 1)
+  # Of lhs and rhs, beside those of one k tile of one part.
+  loads = num_parts / num_products, num_parts / num_products
+  weights = num_parts, num_parts
+  if splits_lhs:  # 32 of k: as many bytes of float32 lhs as of 64 of k of a part.
+    loads, weights = (1 / num_products, num_parts / 2 / num_products), (2, num_parts)
   promotes = config.promote and not (
       isinstance(config, PersistentConfig) and specialised.overlaps(problem, config)
   )
@@ -146,9 +156,10 @@ def estimate(
   busy = _busy(
       problem, kernel, config, device, model, per_sm=per_sm, k_steps=k_steps, sums=sums,
       masked=masked and sums == 1, steps_of_slot=num_products, promotes=promotes,
-      supply=_supply(problem, config, model, costs, loaded, num_parts / num_products),
+      supply=_supply(problem, config, model, costs, loaded, loads),
+      splits_lhs=splits_lhs,
   )
-  memory = _memory(problem, device, model, memory_costs, tiles_m, tiles_n)
+  memory = _memory(problem, device, model, memory_costs, tiles_m, tiles_n, weights)
   memory *= 1 + model.apart * (1 - 1 / splits)
   main = model.latency + _soft_max(busy, memory)
   if kernel == direct.NAME:
@@ -169,20 +180,21 @@ def estimate(
 
 
 def _supply(
-    problem: Problem, config: Config, model: Model, costs, loaded, loads: float
+    problem: Problem, config: Config, model: Model, costs, loaded,
+    loads: tuple[float, float],
 ) -> float:
   """Time to bring what one step multiplies into shared memory.
 
   `costs` are those of `_row_costs`; `loaded` names what comes through registers, and
-  `loads` says how often a step brings a k tile of both operands.
+  `loads` says how often a step brings 128 bytes of each row of lhs and of rhs.
   """
   rows = config.tile_m  # Those beyond the last are not loaded, if lhs is k-major.
   if problem.lhs_layout == "k-major":
     rows = min(rows, problem.m)
   shared_rhs, shared_lhs = _multicast(config)
-  asked = rows * costs[0] / shared_lhs + config.tile_n * costs[1] / shared_rhs
-  by_tma = max(asked, model.multicast * (rows + config.tile_n)) / model.l2_rate
-  by_tma *= loads
+  lhs_rows, rhs_rows = rows * loads[0], config.tile_n * loads[1]
+  asked = lhs_rows * costs[0] / shared_lhs + rhs_rows * costs[1] / shared_rhs
+  by_tma = max(asked, model.multicast * (lhs_rows + rhs_rows)) / model.l2_rate
   valid = {"lhs": min(rows, problem.m), "rhs": min(config.tile_n, problem.n)}
   shifted = misaligned(problem, 16)
   by_loads = sum(
@@ -195,14 +207,14 @@ def _supply(
 def _busy(
     problem: Problem, kernel: str, config: Config, device: Device, model: Model, *,
     per_sm: int, k_steps: int, sums: int, masked: bool, steps_of_slot: int,
-    promotes: bool, supply: float,
+    promotes: bool, supply: float, splits_lhs: bool,
 ) -> float:
   """Time of the busiest SM for its tiles."""
   has_roles = isinstance(config, PersistentConfig)
   in_turn = has_roles and config.wg_dim == "tile"
   cluster_k = getattr(config, "cluster_k", 1)
   rate = device.tflops(problem.dtype) * 1e6 / device.num_sms  # FLOP/us
-  tile_n = max(config.tile_n, model.narrow)
+  tile_n = max(config.tile_n, model.narrow_split if splits_lhs else model.narrow)
   matrix = 2 * config.tile_m * tile_n * config.tile_k / rate
   if has_roles and (in_turn or config.consumers == 1):
     matrix *= model.single
@@ -217,6 +229,9 @@ def _busy(
   if kernel == direct.NAME:
     ahead = math.inf
   promotion = model.promotion / config.promote if promotes else 0.0
+  if splits_lhs:
+    promotion = model.lhs_split[config.consumers - 1] / steps_of_slot - model.step
+    promotion *= min(config.tile_n / 64, 1.0)
 
   # The epilogue of a tile. CTAs that share an SM store while others multiply, unless
   # the stores are masked: those occupy the SM's own pipes.
@@ -243,10 +258,15 @@ def _busy(
 
 
 def _memory(
-    problem: Problem, device: Device, model: Model, costs, tiles_m: int, tiles_n: int
+    problem: Problem, device: Device, model: Model, costs, tiles_m: int, tiles_n: int,
+    weights: tuple[int, int],
 ) -> float:
-  """Time of the memory for the bytes that must move; `costs`: see `_row_costs`."""
+  """Time of the memory for the bytes that must move; `costs`: see `_row_costs`.
+
+  Operands count as often as `weights` says.
+  """
   lhs_bytes, rhs_bytes, other_bytes = _operand_bytes(problem)
+  lhs_bytes, rhs_bytes = lhs_bytes * weights[0], rhs_bytes * weights[1]
   if tiles_n > 1:
     lhs_bytes *= 1 + model.reread
   if tiles_m > 1:
@@ -288,16 +308,28 @@ def _wg_tile(config: Config) -> tuple[int, int]:
   return config.tile_m, config.tile_n
 
 
-def _splitting(problem: Problem, split: parts.Parts) -> tuple[Pass, ...]:
+def _splitting(
+    problem: Problem, config: Config, split: parts.Parts
+) -> tuple[Pass, ...]:
   """The passes that make the parts: each reads 4 bytes an element, and writes 2 a part.
 
-  Where the parts are scaled, one more reads the operand first.
+  Where the parts are scaled, one more reads the operand first. Of lhs that is split in
+  registers there are none, but the product of swapped operands is transposed in one.
   """
   moved = 4 * (1 + split.scaled) + 2 * split.count  # `_extra` takes it twice.
-  return tuple(
+  lhs, rhs = (
       ("splitting", operand, math.prod(shape) * moved // 2)
       for operand, shape in (("lhs", problem.lhs_shape), ("rhs", problem.rhs_shape))
   )
+  if not split.lhs_in_registers:
+    return lhs, rhs
+  found = [lhs if config.swap else rhs]
+  if specialised.multiplied(problem, config).rhs_layout == "n-major":
+    found.append(("transposing", *found[0][1:]))
+  if config.swap and min(problem.m, problem.n) > 1:
+    stored = problem.batch * problem.m * problem.n * problem.out_itemsize
+    found.append(("transposing", "the result", stored))
+  return tuple(found)
 
 
 def _extra(
@@ -397,16 +429,21 @@ def estimate_xla(problem: Problem, device: Device) -> tuple[float, str] | None:
   if problem.algorithm == "bf16_x3":
     time = min(busy, 35.0) + _soft_max(busy / 0.5, memory / 0.8)
     return 4.0 + time, "its own three products"
-  if parts.is_split(problem):  # cuBLAS: a tile needs 128 x 128 elements, an SM a tile.
+  if parts.is_split(problem) and min(problem.m, problem.n) == 1:
+    return 2.0 + 1.05 * memory, "one row or column, as fast as the memory"
+  if parts.is_split(problem):  # cuBLAS: a tile needs 128 x 128 elements.
     rows, cols = (
         tiles.round_up(size, 128 if size > 64 else 32) for size in (problem.m, problem.n)
     )
-    fills = problem.batch * rows * cols >= 128 * 128 * device.num_sms
-    busy *= rows * cols / (problem.m * problem.n * 0.127 * (0.95 if fills else 0.75))
+    rate = 0.127 * (0.95 if min(problem.m, problem.n) > 64 else 0.75)
+    busy *= rows * cols / (problem.m * problem.n * rate)
     return 4.0 + _soft_max(busy, memory / 0.8), "no pass that splits the operands"
   if problem.dtype == "float32":
     aligned = problem.k % 4 == 0 and problem.n % 4 == 0 and problem.m % 4 == 0
-    time = 4.0 + _soft_max(busy / (0.9 if aligned else 0.3), memory / 0.8)
+    rate = 0.9 if aligned else 0.3
+    if problem.lhs_layout == "m-major" and problem.rhs_layout == "n-major":
+      rate = min(rate, 0.65)
+    time = 4.0 + _soft_max(busy / rate, memory / 0.8)
     return time, "TF32 without a pass over the operands"
   if problem.k <= tiles.swizzle_elems(problem.dtype):
     time = 1.0 + 0.004 * problem.k + memory / 0.3

@@ -5,14 +5,23 @@ Pure functions of (Problem, Device), and of the times that `cost_model` estimate
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 from jaxgemm import cost_model
 from jaxgemm.device import Device
-from pallas_kernels import KERNELS, accumulate, direct, parts, specialised, tiles
+from pallas_kernels import (
+  KERNELS,
+  accumulate,
+  direct,
+  lhs_registers,
+  parts,
+  specialised,
+  tiles,
+)
 from pallas_kernels.exchange import MAX_CTAS
 from pallas_kernels.problem import (
   BlockedConfig,
@@ -50,7 +59,7 @@ def candidates(problem: Problem, device: Device) -> tuple[Candidate, ...]:
   estimate = cost_model.estimate_xla(problem, device)
   if estimate is not None:
     xla = Candidate("xla", None, *estimate)
-    exact = problem.dtype == "float32" and (
+    exact = problem.algorithm == "tf32_f32" and (
         min(problem.m, problem.n, problem.k) < _LEAST_TF32
     )
     faster = [c for c in found if c.time_us < xla.time_us and not exact]
@@ -99,6 +108,10 @@ _DIRECT_TILES = ((64, 64), (128, 64), (64, 128), (64, 32), (64, 16))
 # (columns, consumers) of tiles where the operands change places.
 _SWAPPED_COLS = ((64, 1), (128, 1), (128, 2), (256, 2))
 _MOST_SWAPPED = 512  # Rows of the result.
+_MOST_SPLIT = 1024  # Columns of a product whose lhs is split in registers, many times.
+_SPLITS_K = 1 << 19  # Elements of a result: of fewer, cuBLAS splits k.
+_LEAST_STAGES = 4  # Where consumers split lhs: one slot is split, one multiplied.
+_LEAST_HALVES = 1 << 17  # Elements of a result from float16 parts.
 _MAX_STAGES = 16
 # k tiles of 64 whose sum the tensor cores truncate by 1e-5: by no more than XLA's own
 # BF16_BF16_F32_X3 is off in all (1.4e-5).
@@ -110,14 +123,7 @@ _WORTH_SHARING = 4  # Candidates.
 
 def _configs(problem: Problem, device: Device) -> Iterator[tuple[str, Config]]:
   if parts.is_split(problem):
-    for shape in (*_PERSISTENT_TILES, *_PING_PONG_TILES):
-      if shape[3] == "n":
-        continue  # Within 3% of tiles that share out m, on either side.
-      yield from _specialised(problem, problem, device, (*shape, False))
-      if problem.algorithm == "bf16_x6" and _as_exact_in_halves(problem, shape):
-        yield from _specialised(
-            problem, problem, device, (*shape, False), float16_parts=True
-        )
+    yield from _configs_of_parts(problem, device)
     return
   tile_k = tiles.swizzle_elems(problem.dtype)
   k_steps = tiles.cdiv(problem.k, tile_k)
@@ -139,19 +145,64 @@ def _configs(problem: Problem, device: Device) -> Iterator[tuple[str, Config]]:
     yield from _specialised(problem, problem.transposed, device, (*shape, True))
 
 
-def _as_exact_in_halves(problem: Problem, shape: _Shape) -> bool:
-  """Whether float16 parts are as exact as XLA's float32 product.
+def _configs_of_parts(
+    problem: Problem, device: Device
+) -> Iterator[tuple[str, Config]]:
+  """Those of operands in parts.
 
-  Their error is 1.5e-7 to 2.5e-7 (H200, normal and uniform data, k of 64 to 8192), the
-  more where the sums of a tile leave no registers for those of smaller products.
-  cuBLAS's is 1.3e-8 to 1.8e-8 times the root of k, or 1.4e-7 at k = 2048 in some of its
-  kernels; where it has too few tiles for all SMs it splits k, and is more exact still.
+  Consumers that take tiles in turn, or share out n, have been seen never to win by more
+  than 3% there.
   """
-  tile_m, tile_n, consumers, wg_dim = shape[:4]
-  rows = tile_m if wg_dim == "tile" else tile_m // consumers
-  if problem.k < (128 if accumulate.fits(3, (rows, tile_n)) else 4096):
-    return False
-  return problem.batch * problem.m * problem.n >= 1 << 21
+  shapes = [shape for shape in _PERSISTENT_TILES if shape[3] == "m"]
+  found = [_specialised(problem, problem, device, (*shape, False)) for shape in shapes]
+  if problem.algorithm == "bf16_x6":
+    for shape in shapes:
+      found.append(
+          _specialised(problem, problem, device, (*shape, False), float16_parts=True)
+      )
+    for product, swap in ((problem, False), (problem.transposed, True)):
+      for consumers in (1, 2, 3):
+        for cols in _narrow(product.n, 64 if consumers == 3 else 96):
+          shape = 64 * consumers, cols, consumers, "m", swap
+          found.append(_specialised(problem, product, device, shape, split_lhs=True))
+  for kernel, config in itertools.chain(*found):
+    if _is_as_exact(problem, config):
+      if not config.split_lhs or config.num_stages >= _LEAST_STAGES:
+        yield kernel, config
+
+
+def _narrow(cols: int, most: int) -> list[int]:
+  """Columns of tiles of at most so many, of equal parts of a result of few columns."""
+  if cols > _MOST_SPLIT:
+    return []
+  fewest = tiles.cdiv(cols, most)
+  return sorted({
+      tiles.round_up(tiles.cdiv(cols, each), 16) for each in (fewest, fewest + 1)
+  })
+
+
+def _is_as_exact(problem: Problem, config: PersistentConfig) -> bool:
+  """Whether the sums of parts are as exact as XLA's float32 product.
+
+  Sums that keep their rounding errors are off by 5e-8 (H200, normal and uniform data, k
+  of 64 to 8192), others by 1.4e-7 and 1e-7 at k = 1024, 3.6e-7 and 2.2e-7 at 8192.
+  float16 parts are off by 1.4e-7 and 0.8e-7 at k = 1024, 2.4e-7 and 1.6e-7 at 8192.
+  cuBLAS is off by 1.3e-8 to 1.8e-8 times the root of k, but where it has too few tiles
+  for all SMs it splits k: then by 2.1e-7 and 0.7e-7 at 1024, 4.2e-7 and 1.0e-7 at 8192.
+  """
+  if problem.algorithm != "bf16_x6":
+    return True
+  rows, cols = specialised.wg_tile(config)
+  k = tiles.cdiv(problem.k, getattr(config, "splits", 1))
+  splits_k = problem.batch * problem.m * problem.n < _SPLITS_K
+  if config.split_lhs:
+    return k <= 8192 or not splits_k
+  apart = accumulate.fits(3, (rows, cols))
+  if config.float16_parts:
+    if problem.k < 128 or problem.batch * problem.m * problem.n < _LEAST_HALVES:
+      return False
+    return k <= 4096 and apart if splits_k else k >= 512 or apart
+  return apart or k <= 1024 or not splits_k
 
 
 def _swapped_tiles(problem: Problem) -> Iterator[tuple[int, int, int, str]]:
@@ -171,12 +222,14 @@ def _swapped_tiles(problem: Problem) -> Iterator[tuple[int, int, int, str]]:
 
 
 def _specialised(
-    problem: Problem, product: Problem, device: Device, shape: _Shape,
-    float16_parts: bool = False,
+    problem: Problem, product: Problem, device: Device, shape: _Shape, **fields,
 ) -> Iterator[tuple[str, Config]]:
-  """The warp-specialised configs of a tile of `product`: the problem, or transposed."""
+  """The warp-specialised configs of a tile of `product`: the problem, or transposed.
+
+  `fields` are those of a config that say how operands are split.
+  """
   tile_m, tile_n, _, wg_dim, _ = shape
-  tile_k = tiles.swizzle_elems(parts.product(problem).dtype)
+  tile_k = _tile_k(problem, fields)
   k_steps = tiles.cdiv(problem.k, tile_k)
   if _wasteful(product, tile_m, tile_n):
     return
@@ -186,13 +239,14 @@ def _specialised(
   turns = wg_dim != "tile" or num_tiles > device.num_sms
   if turns and num_tiles >= enough:
     promote = promotion(problem, k_steps)
-    config = _staged(like, shape, promote, float16_parts=float16_parts)
+    config = _staged(like, shape, promote, **fields)
     yield from _with_loads(problem, "persistent", config)
   if wg_dim == "m":  # The others have been seen never to win where k is split.
-    for splits, cluster_k in _splits(device, num_tiles, k_steps):
+    waves = 2 if parts.is_split(problem) else 1
+    for splits, cluster_k in _splits(device, num_tiles, k_steps, waves):
       if num_tiles * splits >= enough:
         fewer = promotion(problem, tiles.cdiv(k_steps, splits))
-        config = _staged(like, shape, fewer, splits, cluster_k, float16_parts)
+        config = _staged(like, shape, fewer, splits, cluster_k, **fields)
         yield from _with_loads(problem, "split_k", config)
 
 
@@ -207,15 +261,13 @@ def _alike(problem: Problem) -> Problem:
 @functools.lru_cache(maxsize=4096)
 def _staged(
     like: Problem, shape: _Shape, promote: int, splits: int = 1, cluster_k: int = 1,
-    float16_parts: bool = False,
+    **fields,
 ) -> PersistentConfig:
   """The config with as many stages as shared memory holds; `like`: see `_alike`."""
   tile_m, tile_n, consumers, wg_dim, swap = shape
-  fields = dict(
-      tile_m=tile_m, tile_n=tile_n,
-      tile_k=tiles.swizzle_elems(parts.product(like).dtype),
-      consumers=consumers, wg_dim=wg_dim, promote=promote, swap=swap,
-      float16_parts=float16_parts,
+  fields = fields | dict(
+      tile_m=tile_m, tile_n=tile_n, tile_k=_tile_k(like, fields), consumers=consumers,
+      wg_dim=wg_dim, promote=promote, swap=swap,
   )
   kernel, config = KERNELS["persistent"], PersistentConfig(**fields, num_stages=0)
   if splits > 1:
@@ -224,6 +276,12 @@ def _staged(
   slot = specialised.slot_bytes(like, config)
   stages = (tiles.SMEM_LIMIT_BYTES - kernel.smem_bytes(like, config)) // slot
   return dataclasses.replace(config, num_stages=min(_MAX_STAGES, stages))
+
+
+def _tile_k(problem: Problem, fields: Mapping[str, Any]) -> int:
+  if fields.get("split_lhs"):
+    return lhs_registers.TILE_K
+  return tiles.swizzle_elems(parts.product(problem).dtype)
 
 
 def _with_loads(
@@ -280,13 +338,18 @@ def _wasteful(problem: Problem, tile_m: int, tile_n: int) -> bool:
   return tile_m > 2 * max(problem.m, 64) or tile_n > 2 * max(problem.n, 64)
 
 
-def _splits(device: Device, num_tiles: int, k_steps: int) -> list[tuple[int, int]]:
-  """(splits, cluster_k) that fill the SMs once, as far as they can."""
+def _splits(
+    device: Device, num_tiles: int, k_steps: int, waves: int
+) -> list[tuple[int, int]]:
+  """(splits, cluster_k) that fill the SMs once, as far as they can, or several times.
+
+  Shorter sums of parts are more exact.
+  """
+  found = [
+      (_even(k_steps, most), 1) for each in range(1, waves + 1)
+      if (most := min(each * device.num_sms // num_tiles, k_steps // 2)) > 1
+  ]
   most = min(device.num_sms // num_tiles, k_steps // 2)
-  if most < 2:
-    return []
-  # With cdiv(k_steps, s) steps each, fewer splits may already cover k.
-  found = [(tiles.cdiv(k_steps, tiles.cdiv(k_steps, most)), 1)]
   fit = [
       size for size in range(2, min(most, MAX_CTAS) + 1)
       if num_tiles <= device.max_clusters(size)
@@ -297,6 +360,11 @@ def _splits(device: Device, num_tiles: int, k_steps: int) -> list[tuple[int, int
     if sums >= 2:
       found.append((sums * size, size))
   return sorted(set(found))
+
+
+def _even(k_steps: int, most: int) -> int:
+  """Splits that cover `k_steps` in as few steps each as `most` do; maybe fewer do."""
+  return tiles.cdiv(k_steps, tiles.cdiv(k_steps, most))
 
 
 def promotion(problem: Problem, k_steps: int) -> int:

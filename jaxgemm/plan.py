@@ -76,9 +76,6 @@ def make_plan(
     return _named(problem, device, implementation, config)
   if (reason := _why_none_runs(device)) is not None:
     return Plan("xla", None, "fallback", reason, problem)
-  if problem.itemsize == 1:
-    reason = f"the kernels of {problem.algorithm} have not run on a GPU yet"
-    return Plan("xla", None, "fallback", reason, problem)
   for source, row in _rows(problem, device):
     return Plan(row.kernel, row.config, source, row.reason, problem)
   for candidate in candidates(problem, device):

@@ -21,23 +21,26 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import operand_tiles, parts, tiles
+from pallas_kernels import accumulate, operand_tiles, parts, tiles
 from pallas_kernels.problem import PersistentConfig, Problem
 
 TILE_K = 32  # 128 bytes of k-major lhs.
 ROWS = 64  # Of a consumer.
-MAX_COLS = 80  # Four sums of 40 registers, beside the parts.
+SUMS = 4  # Of a tile: two groups of smaller products, high high, and the promoted one.
 PARTS = "lhs_parts"
 Ref = Any
 
 
-def check(config: PersistentConfig) -> str | None:
-  """Why a config cannot split lhs, or None."""
+def check(config: PersistentConfig, registers: int) -> str | None:
+  """Why a config cannot split lhs, or None; a thread has `registers` for its sums."""
   if config.tile_k != TILE_K:
     return f"tile_k={config.tile_k}: split_lhs=True takes {TILE_K}"
-  if config.tile_n % 16 or not 16 <= config.tile_n <= MAX_COLS:
+  if config.tile_n % 16 or config.tile_n < 16:
+    return f"tile_n={config.tile_n}: split_lhs=True takes multiples of 16"
+  if not accumulate.fits(SUMS, (ROWS, config.tile_n), registers):
     return (
-        f"tile_n={config.tile_n}: split_lhs=True takes multiples of 16 up to {MAX_COLS}"
+        f"tile_n={config.tile_n}: {SUMS} sums of split_lhs=True exceed {registers}"
+        " registers"
     )
   return None
 

@@ -75,7 +75,7 @@ class Parts:
   groups: tuple[Group, ...]
   scaled: bool = False
   lhs_in_registers: bool = False
-  # Between those of normal (4.9e-8) and uniform data (6.6e-8), for k of 64 to 8192 (H200).
+  # Between normal (4.9e-8) and uniform data (6.6e-8), k of 64 to 8192, on an H200.
   lost: float = 5.7e-8
 
   @property

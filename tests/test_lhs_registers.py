@@ -100,7 +100,7 @@ def test_lowers_without_a_pass_over_lhs(layouts, kernel, fields):
     ("fields", "named"),
     [
         (dict(tile_k=64), "tile_k=64"),
-        (dict(tile_n=96), "tile_n=96"),
+        (dict(tile_n=112), "tile_n=112"),
         (dict(tile_m=256), "64 rows"),
         (dict(float16_parts=True), "not of float16 parts"),
         (dict(promote=0), "promote=0"),
