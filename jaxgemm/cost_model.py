@@ -445,6 +445,13 @@ def estimate_xla(problem: Problem, device: Device) -> tuple[float, str] | None:
       rate = min(rate, 0.65)
     time = 4.0 + _soft_max(busy / rate, memory / 0.8)
     return time, "TF32 without a pass over the operands"
+  if problem.dtype == "int8":
+    if min(problem.m, problem.n) == 1:
+      return 1.0 + 1.1 * memory, "one row or column, as fast as the memory"
+    time = 3.0 + max(busy / 0.13, memory / 0.4)
+    return time, "one kernel without a pass over the operands"
+  if problem.itemsize == 1:
+    return None  # Measured: never faster.
   if problem.k <= tiles.swizzle_elems(problem.dtype):
     time = 1.0 + 0.004 * problem.k + memory / 0.3
     return 1.15 * time, "one kernel of a single k tile"
