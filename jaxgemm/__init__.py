@@ -8,6 +8,8 @@ from jaxgemm.api import matmul as matmul
 from jaxgemm.autotune import autotune as autotune
 from jaxgemm.contexts import emulate as emulate
 from jaxgemm.contexts import target as target
+from jaxgemm.einsums import einsum as einsum
+from jaxgemm.layers import linear as linear
 from jaxgemm.plan import Plan as Plan
 from jaxgemm.quantisation import dequantise as dequantise
 from jaxgemm.quantisation import quantise as quantise

@@ -7,6 +7,7 @@ names the kernel that must serve it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import functools
 import operator
 
@@ -27,8 +28,8 @@ from jaxgemm.dims import (
     label_axes,
     label_sizes,
 )
+from jaxgemm.fused import bind
 from jaxgemm.lowering import local_plan, permuted, planned_device
-from jaxgemm.primitive import bind
 from jaxgemm.product import Product
 from pallas_kernels import compat
 from pallas_kernels.problem import OUT_DTYPES, Config
@@ -57,11 +58,11 @@ def matmul(
       kernel cannot serve; the message names the operand, dimension and constraint.
   Example: jaxgemm.matmul(jnp.ones((8, 64)), jnp.ones((64, 16))).shape == (8, 16)
   """
-  a, b = _as_array("matmul", a), _as_array("matmul", b)
+  a, b = as_array("matmul", a), as_array("matmul", b)
   axes, a_squeeze, b_squeeze = _matmul_axes("matmul", a.shape, b.shape)
   implementation = plans.check_implementation(implementation, config)
   lhs, rhs = _promoted(a, b)
-  product, reason = _product(
+  product, reason = product_of(
       lhs.dtype, rhs.dtype, precision, preferred_element_type, implementation, config
   )
   # jnp.matmul alone keeps a weak type weak.
@@ -71,7 +72,7 @@ def matmul(
         out_sharding=out_sharding,
     )
   lhs, rhs = _squeezed(lhs, a_squeeze), _squeezed(rhs, b_squeeze)
-  return _contract("matmul", lhs, rhs, axes, product, out_sharding)
+  return contract("matmul", lhs, rhs, axes, product, out_sharding)
 
 
 def dot_general(
@@ -96,18 +97,18 @@ def dot_general(
     ValueError: the named kernel cannot serve.
   Example: jnp.einsum("bqd,bkd->bqk", q, k, _dot_general=jaxgemm.dot_general)
   """
-  lhs, rhs = _as_array("dot_general", lhs), _as_array("dot_general", rhs)
+  lhs, rhs = as_array("dot_general", lhs), as_array("dot_general", rhs)
   numbers = _checked_numbers(lhs.shape, rhs.shape, dimension_numbers)
   implementation = plans.check_implementation(implementation, config)
   axes = label_axes(lhs.ndim, rhs.ndim, numbers)
-  product, reason = _product(
+  product, reason = product_of(
       lhs.dtype, rhs.dtype, precision, preferred_element_type, implementation, config
   )
   if reason:
     return lax.dot_general(
         lhs, rhs, numbers, precision, preferred_element_type, out_sharding=out_sharding
     )
-  return _contract("dot_general", lhs, rhs, axes, product, out_sharding)
+  return contract("dot_general", lhs, rhs, axes, product, out_sharding)
 
 
 def gemm(
@@ -133,7 +134,7 @@ def gemm(
       has no c, or the named kernel cannot serve.
   Example: y = jaxgemm.gemm(x, w, y, beta=1)  # accumulates into y
   """
-  a, b = _as_array("gemm", a), _as_array("gemm", b)
+  a, b = as_array("gemm", a), as_array("gemm", b)
   if a.ndim < 2 or b.ndim < 2:
     raise ValueError(
         f"gemm: a has shape {a.shape} and b {b.shape}; both must be matrices or"
@@ -142,7 +143,7 @@ def gemm(
   axes, a_squeeze, b_squeeze = _matmul_axes("gemm", a.shape, b.shape)
   lhs, rhs = _promoted(a, b)
   lhs, rhs = _squeezed(lhs, a_squeeze), _squeezed(rhs, b_squeeze)
-  alpha, beta = _static(alpha), _static(beta)
+  alpha, beta = static_factor(alpha), static_factor(beta)
   if isinstance(beta, float) and beta == 0:
     c = None
   elif c is None:
@@ -155,7 +156,7 @@ def gemm(
   fused = isinstance(alpha, float) and isinstance(beta, float)
   # What is rounded once more later on must not be rounded to 16 bits before.
   wide_dtype = jnp.float32 if out_dtype.name in OUT_DTYPES else out_dtype
-  product, reason = _product(
+  product, reason = product_of(
       lhs.dtype, rhs.dtype, precision, out_dtype if fused else wide_dtype,
       plans.check_implementation(implementation, config), config,
   )
@@ -163,11 +164,12 @@ def gemm(
     if c is not None and c.dtype.name not in OUT_DTYPES:
       c = lax.convert_element_type(c, jnp.float32)
     product = product.replace(alpha=alpha, beta=0.0 if c is None else beta)
-    return _contract("gemm", lhs, rhs, axes, product, c=c)
+    others = () if c is None else (c,)
+    return contract("gemm", lhs, rhs, axes, product, others=others)
   if reason:
     out = jnp.matmul(a, b, precision=precision, preferred_element_type=wide_dtype)
   else:
-    out = _contract("gemm", lhs, rhs, axes, product)
+    out = contract("gemm", lhs, rhs, axes, product)
   out = alpha * out
   if c is not None:
     out = out + beta * lax.convert_element_type(c, wide_dtype)
@@ -196,7 +198,7 @@ def explain(
   dtype = jnp.result_type(a.dtype, b.dtype)
   lhs_shape = _without(a.shape, lhs_squeeze)
   rhs_shape = _without(b.shape, rhs_squeeze)
-  product, reason = _product(
+  product, reason = product_of(
       dtype, dtype, precision, preferred_element_type, implementation, config
   )
   folding = fold(*axes, lhs_shape, rhs_shape)
@@ -218,7 +220,7 @@ def explain(
 # -- From a call to the primitive --------------------------------------------------
 
 
-def _product(
+def product_of(
     lhs_dtype, rhs_dtype, precision, preferred_element_type, implementation, config
 ) -> tuple[Product, str]:
   """The product that is asked for, its dims yet unknown.
@@ -245,11 +247,14 @@ def _product(
   return product, reason
 
 
-def _contract(
+def contract(
     name: str, lhs, rhs, axes: tuple[Axes, Axes, Axes], product: Product,
-    out_sharding=None, c=None,
+    out_sharding=None, others: Sequence[jax.Array] = (),
 ) -> jax.Array:
-  """Makes the operands foldable and binds the primitive to them."""
+  """Makes the operands foldable, binds the primitive to them, and takes its result.
+
+  `others` are c and bias, as far as the product has them.
+  """
   out_axes = axes[2]
   folding = fold(*axes, lhs.shape, rhs.shape)
   out_sharding = compat.canonicalize_out_sharding(out_sharding, name)
@@ -260,10 +265,13 @@ def _contract(
   product = product.replace(dims=folding.dims, out_sharding=out_sharding)
   lhs = _transposed(lhs, folding.lhs_perm)
   rhs = _transposed(rhs, folding.rhs_perm)
+  c, bias = product.named(others)
   c = _transposed(c, folding.c_perm)
+  operands = [x for x in (lhs, rhs, c, bias) if x is not None]
   if product.implementation is not None:
-    local_plan(product, lhs, rhs, c)  # Raises here, where the user's call is.
-  return _transposed(bind(lhs, rhs, c, product=product), folding.out_perm)
+    local_plan(product, *operands)  # Raises here, where the user's call is.
+  out = bind(*operands, product=product)
+  return _transposed(out[0] if product.is_fused else out, folding.out_perm)
 
 
 def _transposed(x, perm: Shape | None):
@@ -277,7 +285,7 @@ def _permuted_shape(shape: Shape, perm: Shape | None) -> Shape:
 # -- Operands and axes -------------------------------------------------------------
 
 
-def _as_array(name: str, x) -> jax.Array:
+def as_array(name: str, x) -> jax.Array:
   if isinstance(x, jax.Array):
     return x
   scalars = (np.ndarray, np.generic, bool, int, float, complex)
@@ -298,7 +306,7 @@ def _is_weak(x) -> bool:
   return getattr(x, "weak_type", False)
 
 
-def _static(factor):
+def static_factor(factor):
   """A float, if the factor is known where it is traced; else an array."""
   if isinstance(factor, (int, float, np.integer, np.floating)):
     return float(factor)
@@ -393,7 +401,7 @@ def _checked_numbers(lhs_shape, rhs_shape, numbers) -> DimensionNumbers:
 
 def _broadcast_c(c, axes: tuple[Axes, Axes, Axes], lhs_shape: Shape, rhs_shape: Shape):
   """c as an array of the shape of the result."""
-  c = _as_array("gemm", c)
+  c = as_array("gemm", c)
   lhs, rhs, out = axes
   sizes = label_sizes(lhs, rhs, lhs_shape, rhs_shape)
   shape = tuple(sizes[axis] for axis in out)

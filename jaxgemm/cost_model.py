@@ -55,8 +55,9 @@ class Model:
   narrow_split: float = 50.0  # The same, where it takes lhs from registers.
   chunks: float = 0.892  # The same, wgmma of 64 columns, as rhs comes in chunks.
   promotion: float = 0.0181  # Of the sums, once.
-  # Of 32 of k and 64 columns, by 1, 2 or 3 consumers in registers, beside the products.
-  lhs_split: tuple[float, float, float] = (0.285, 0.37, 0.30)
+  lhs_split: float = 0.285  # Of 32 of k and 64 columns in registers, by one consumer.
+  lhs_split_two: float = 0.37  # The same, by two at once.
+  lhs_split_three: float = 0.30
   exchange_rate: float = 7.6e3  # Through distributed shared memory.
   memory: float = 1.03  # Share of the bandwidth that a product reaches.
   apart: float = 0.149  # What the memory loses where k is split: rows far apart.
@@ -230,7 +231,8 @@ def _busy(
     ahead = math.inf
   promotion = model.promotion / config.promote if promotes else 0.0
   if splits_lhs:
-    promotion = model.lhs_split[config.consumers - 1] / steps_of_slot - model.step
+    of_slot = (model.lhs_split, model.lhs_split_two, model.lhs_split_three)
+    promotion = of_slot[config.consumers - 1] / steps_of_slot - model.step
     promotion *= min(config.tile_n / 64, 1.0)
 
   # The epilogue of a tile. CTAs that share an SM store while others multiply, unless

@@ -12,38 +12,55 @@ from jaxgemm.device import Device, current_device
 from jaxgemm.precision import for_xla
 from jaxgemm.product import Product
 from jaxgemm.recording import record
-from pallas_kernels import compat
+from pallas_kernels import activations, compat
 
 
-def xla_product(product: Product, lhs, rhs, c=None, *, cuda: bool) -> jax.Array:
-  """The product by lax.dot_general, from the operands as they are stored."""
+def xla_product(product: Product, lhs, rhs, *others, cuda: bool):
+  """The product by lax.dot_general, from the operands as they are stored.
+
+  Of a fused product the list of its results.
+  """
   dims, out_dtype = product.dims, jnp.dtype(product.out_dtype)
   # XLA rounds to the operands' dtype or to float32 (int32) by itself; any other result,
-  # and an epilogue, starts from float32.
+  # and an epilogue, starts from float32. A layer's starts from the result's dtype, as
+  # layers do without us: float32 arrays between XLA's kernels would take twice the time.
   dtypes = (lhs.dtype, jnp.int32 if lhs.dtype == jnp.int8 else jnp.float32)
-  plain = product.alpha == 1.0 and c is None and out_dtype in dtypes
+  plain = product.alpha == 1.0 and not others and not product.is_fused
+  narrow = (plain or product.is_fused) and out_dtype in dtypes
   out = lax.dot_general(
       lhs, rhs, dims.dimension_numbers,
       precision=(for_xla if cuda else _portable)(product.precision),
-      preferred_element_type=out_dtype if plain else jnp.float32,
+      preferred_element_type=out_dtype if narrow else jnp.float32,
       out_sharding=lax_out_sharding(product),
   )
   if dims.lax_out != dims.out:
     names = dims.names(dims.lax_out)
     out = lax.transpose(out, [names.index(name) for name in dims.names(dims.out)])
-  return out if plain else epilogue(product, out, c)
+  return out if plain and narrow else epilogue(product, out, *others)
 
 
-def epilogue(product: Product, out, c) -> jax.Array:
-  """alpha * out + beta * c in float32, then the cast to the result's dtype."""
+def epilogue(product: Product, out, *others):
+  """activation(alpha * out + bias) + beta * c in float32, then the cast.
+
+  Of a fused product the list of its results.
+  """
+  c, bias = product.named(others)
+  if product.is_fused:
+    out = lax.convert_element_type(out, jnp.float32)
   if product.alpha != 1.0:
     out = lax.mul(out, jnp.full_like(out, product.alpha))
+  if bias is not None:
+    out = out + lax.convert_element_type(bias, out.dtype)
+  found = [out] if product.saves else []
+  out = activations.apply(product.activation, out)
   if c is not None:
     c = lax.convert_element_type(c, out.dtype)
     if product.beta != 1.0:
       c = lax.mul(c, jnp.full_like(c, product.beta))
     out = lax.add(out, c)
-  return lax.convert_element_type(out, jnp.dtype(product.out_dtype))
+  out_dtype = jnp.dtype(product.out_dtype)
+  found = [lax.convert_element_type(x, out_dtype) for x in (out, *found)]
+  return found if product.is_fused else found[0]
 
 
 def lax_out_sharding(product: Product) -> NamedSharding | None:
@@ -71,14 +88,15 @@ def planned_device(product: Product) -> Device | None:
   return current_device()
 
 
-def local_plan(product: Product, lhs, rhs, c=None) -> plans.Plan:
+def local_plan(product: Product, lhs, rhs, *others) -> plans.Plan:
   """The plan of a product whose operands lie whole on one device."""
+  c, _ = product.named(others)
   problem = product.problem(
       lhs.shape, rhs.shape, lhs.dtype.name, None if c is None else c.dtype.name
   )
   device = planned_device(product)
   if product.implementation is None and product.config is None:
-    record(problem, device)
+    record(problem.unfused, device)
   try:
     return plans.make_plan(
         problem, device, implementation=product.implementation, config=product.config
@@ -89,26 +107,35 @@ def local_plan(product: Product, lhs, rhs, c=None) -> plans.Plan:
     return plans.make_plan(problem, device)
 
 
-def local_product(product: Product, lhs, rhs, c=None) -> jax.Array:
-  """The product on one device: by the planned kernel, or by XLA's dot."""
+def local_product(product: Product, lhs, rhs, *others):
+  """The product on one device: by the planned kernel, or by XLA's dot.
+
+  Of a fused product the list of its results.
+  """
   emulated = product.target is not None and product.target.emulate
-  plan = local_plan(product, lhs, rhs, c)
+  plan = local_plan(product, lhs, rhs, *others)
   if plan.kernel == "xla":
     return xla_product(
-        product.replace(out_sharding=None), lhs, rhs, c, cuda=not emulated
+        product.replace(out_sharding=None), lhs, rhs, *others, cuda=not emulated
     )
   dims = product.dims
+  c, bias = product.named(others)
   stored = [(dims.lhs, lhs), (dims.rhs, rhs)]
   if c is not None:
     stored.append((dims.out, c))
   operands = [lax.reshape(x, product.folded_shape(g, x.shape)) for g, x in stored]
+  if bias is not None:
+    operands.append(lax.reshape(bias, (bias.size,)))
   device = planned_device(product)
   assert device is not None
   if emulated:
-    out = emulated_product(plan, operands, device)
+    found = emulated_product(plan, operands, device)
   else:
-    out = plans.run(plan, operands, device)
-  return lax.reshape(out, dims.out_shape(lhs.shape, rhs.shape))
+    found = plans.run(plan, operands, device)
+  shape = dims.out_shape(lhs.shape, rhs.shape)
+  if not product.is_fused:
+    return lax.reshape(found, shape)
+  return [lax.reshape(x, shape) for x in (found if product.saves else (found,))]
 
 
 def emulated_product(plan: plans.Plan, operands, device: Device) -> jax.Array:
@@ -126,6 +153,8 @@ def emulated_product(plan: plans.Plan, operands, device: Device) -> jax.Array:
     return compat.run_interpreted(interpret)
 
   out = jax.ShapeDtypeStruct(plan.problem.out_shape, jnp.dtype(plan.problem.out_dtype))
+  if plan.problem.epilogue.saves:
+    out = out, out
   return jax.pure_callback(host, out, *operands)
 
 

@@ -32,30 +32,35 @@ Parts = dict[str, tuple[str, ...]]  # The mesh axes of each dimension, by its na
 
 
 @functools.lru_cache(maxsize=4096)
-def partitioned_product(product: Product, has_c: bool, bind):
+def partitioned_product(product: Product, num_operands: int, bind):
   """A function of the operands that XLA's partitioner knows how to shard.
 
   Args:
     product: the product of the whole operands; its shards' have the same dims.
-    has_c: whether there is an operand c.
+    num_operands: of the product.
     bind: bind(*operands, product=product) computes the product of one shard.
   """
   dims = product.dims
-  groups = (dims.lhs, dims.rhs) + (dims.out,) * has_c
+  has_c = num_operands - 2 > product.has_bias
+  groups = (dims.lhs, dims.rhs) + (dims.out,) * has_c + ("n",) * product.has_bias
 
   # Only the types of the results of these two count: `_partition` has the rest. And
   # custom_partitioning reads their signature, which may not be *operands.
-  def whole(lhs, rhs):
+  def two(lhs, rhs):
     return xla_product(product, lhs, rhs, cuda=True)
 
-  def whole_with_c(lhs, rhs, c):
-    return xla_product(product, lhs, rhs, c, cuda=True)
+  def three(lhs, rhs, other):
+    return xla_product(product, lhs, rhs, other, cuda=True)
 
-  function = custom_partitioning(whole_with_c if has_c else whole)
+  def four(lhs, rhs, c, bias):
+    return xla_product(product, lhs, rhs, c, bias, cuda=True)
+
+  function = custom_partitioning((two, three, four)[num_operands - 2])
   operands = ", ".join(" ".join(dims.names(g)) for g in groups)
+  results = ", ".join([" ".join(dims.names(dims.out))] * (1 + product.saves))
   function.def_partition(
       functools.partial(_partition, product, groups, bind),
-      sharding_rule=f"{operands} -> {' '.join(dims.names(dims.out))}",
+      sharding_rule=f"{operands} -> {results}",
       reduction_factors=tuple(dims.names("k")),
   )
   return function
@@ -72,7 +77,8 @@ def _partition(product: Product, groups, bind, mesh, operands, result):
       ShardedArray.of(dims.names(group), operand)
       for group, operand in zip(groups, operands, strict=True)
   ]
-  out = ShardedArray.of(dims.names(dims.out), result)
+  first = result[0] if product.is_fused else result
+  out = ShardedArray.of(dims.names(dims.out), first)
   layout = choose_layout(arrays, out, dict(mesh.shape))
 
   def shard(*operands):
@@ -83,12 +89,12 @@ def _partition(product: Product, groups, bind, mesh, operands, result):
   def compute(*operands):
     if not (layout.summed or layout.scattered):
       return bind(*operands, product=product)
-    lhs, rhs, *c = operands
+    lhs, rhs, *others = operands
     # As XLA's dot does, the partial sums travel in the result's dtype, unless there
     # is more to be done with them.
-    plain = product.alpha == 1.0 and not c
-    partial = product if plain else product.replace(
-        alpha=1.0, beta=0.0, out_dtype="float32"
+    plain = product.alpha == 1.0 and not others and not product.is_fused
+    partial = product if plain else product.linear.replace(
+        alpha=1.0, out_dtype="float32"
     )
     out = bind(lhs, rhs, product=partial)
     for name, axes in layout.scattered.items():
@@ -97,17 +103,17 @@ def _partition(product: Product, groups, bind, mesh, operands, result):
       )
     if layout.summed:
       out = lax.psum(out, layout.summed)
-    return out if plain else epilogue(product, out, *c)
+    return out if plain else epilogue(product, out, *others)
 
   def sharding(array, parts):
     return NamedSharding(mesh, PartitionSpec(*(parts.get(n) for n in array.sizes)))
 
   shardings = [sharding(array, layout.parts) for array in arrays]
   out_parts = layout.parts | layout.scattered
-  if len(shardings) == 3:
-    # c is added after the reduction, as the result lies then.
-    shardings[2] = sharding(arrays[2], out_parts)
-  return mesh, shard, sharding(out, out_parts), tuple(shardings)
+  # c and bias are added after the reduction, as the result lies then.
+  shardings[2:] = [sharding(array, out_parts) for array in arrays[2:]]
+  results = [sharding(out, out_parts)] * (1 + product.saves)
+  return mesh, shard, results if product.is_fused else results[0], tuple(shardings)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,7 +224,7 @@ def _cost(layout: Layout, operands, sizes, out: ShardedArray, mesh_shape) -> flo
   received = 0.0
   out_parts = layout.parts | layout.scattered
   for index, array in enumerate(operands):
-    want = out_parts if index == 2 else layout.parts
+    want = out_parts if index >= 2 else layout.parts
     if not array.is_cut_from(array.parts, want):
       received += array.local_bytes(want, mesh_shape)
   partial_bytes = out.local_bytes(layout.parts, mesh_shape)

@@ -161,14 +161,22 @@ def forget_tables() -> None:
 
 
 def _rows(problem: Problem, device: Device) -> Iterator[tuple[str, table.Row]]:
-  """The measured plans of a problem, each with its source; the one that counts first."""
+  """The measured plans of a problem, each with its source; the one that counts first.
+
+  Those of a fused problem are of the product alone. XLA's does not count for it, nor a
+  kernel that does not fuse.
+  """
   for source, lookup in (("user table", user_table.lookup), ("table", table.lookup)):
-    row = lookup(problem, device)
+    row = lookup(problem.unfused, device)
+    if row is None:
+      continue
+    if row.kernel == "xla":
+      if not problem.epilogue.is_fused:
+        yield source, row
     # A row of the portable kernel is of no use once its packages are gone.
-    if row is not None and (
-        row.kernel == "xla" or _why_not(row.kernel, device) is None
-    ):
-      yield source, row
+    elif _why_not(row.kernel, device) is None:
+      if KERNELS[row.kernel].supports(problem, row.config) is None:
+        yield source, row
 
 
 def _named(

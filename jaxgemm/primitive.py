@@ -35,12 +35,20 @@ from pallas_kernels import compat
 from pallas_kernels.problem import ALGORITHMS
 
 gemm_p = Primitive("jaxgemm")
+linear_p = Primitive("jaxgemm_linear")  # Its other rules: `jaxgemm.fused`.
+linear_p.multiple_results = True
 
 
-def bind(lhs, rhs, c=None, *, product: Product) -> jax.Array:
-  """Binds gemm_p to operands that need not yet vary over the same mesh axes."""
-  operands = (lhs, rhs) if c is None else (lhs, rhs, c)
-  return gemm_p.bind(*compat.vary_alike(*operands), product=product)
+def bind(*operands, product: Product):
+  """Binds the primitive of the product to lhs, rhs and what else there is.
+
+  The operands need not yet vary over the same mesh axes. linear_p has a list of results.
+  """
+  return _bind(*compat.vary_alike(*operands), product=product)
+
+
+def _bind(*operands, product: Product):
+  return (linear_p if product.is_fused else gemm_p).bind(*operands, product=product)
 
 
 # Without it: "Evaluation rule for 'jaxgemm' not implemented", outside of jit.
@@ -51,18 +59,23 @@ def _impl(*operands, product: Product):
 
 @functools.lru_cache(maxsize=4096)
 def _jitted(product: Product):
-  return jax.jit(functools.partial(gemm_p.bind, product=product))
+  return jax.jit(functools.partial(_bind, product=product))
 
 
 # Without it: "Abstract evaluation for 'jaxgemm' not implemented", under any tracer.
 def _abstract_eval(lhs, rhs, *c, product: Product):
   """The type that lax.dot_general gives, errors included; c must have it too."""
-  meshes = (lhs.sharding.mesh, rhs.sharding.mesh, jax.sharding.get_abstract_mesh())
-  no_mesh = all(mesh.empty for mesh in meshes)
-  aval = (_type_without_mesh if no_mesh else _type)(lhs, rhs, product)
+  aval = result_type(lhs, rhs, product)
   if c and c[0].shape != aval.shape:
     raise TypeError(f"c has shape {c[0].shape}, the product {aval.shape}")
   return aval
+
+
+def result_type(lhs, rhs, product: Product):
+  """The abstract value of the result of operands of these."""
+  meshes = (lhs.sharding.mesh, rhs.sharding.mesh, jax.sharding.get_abstract_mesh())
+  no_mesh = all(mesh.empty for mesh in meshes)
+  return (_type_without_mesh if no_mesh else _type)(lhs, rhs, product)
 
 
 def _type(lhs, rhs, product: Product):
@@ -94,7 +107,7 @@ def _lower(ctx, *operands, product: Product):
   if product.target is not None and product.target.emulate:
     return _lower_kernels(ctx, *operands, product=product)
   return _lower_function(
-      ctx, functools.partial(xla_product, product, cuda=False), operands
+      ctx, functools.partial(xla_product, product, cuda=False), operands, product
   )
 
 
@@ -105,36 +118,40 @@ def _lower_kernels(ctx, *operands, product: Product):
     function = functools.partial(local_product, product)
   elif mesh is not None and not is_manual and jax.config.jax_use_shardy_partitioner:
     record_partitioned()
-    function = partitioned_product(product, len(operands) == 3, gemm_p.bind)
+    function = partitioned_product(product, len(operands), _bind)
   else:
     # No mesh by whose axes to name the shards; XLA partitions its own dot anyhow.
     return _lower_function(
-        ctx, functools.partial(xla_product, product, cuda=True), operands
+        ctx, functools.partial(xla_product, product, cuda=True), operands, product
     )
   # What runs on one device knows nothing of the mesh in its operands' types.
   local = ctx.replace(
       avals_in=[jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]
   )
-  results = _lower_function(local, function, operands)
-  return [compat.constrain_result(ctx, results[0], ctx.avals_out[0])]
+  results = _lower_function(local, function, operands, product)
+  return [
+      compat.constrain_result(ctx, result, aval)
+      for result, aval in zip(results, ctx.avals_out, strict=True)
+  ]
 
 
-def _lower_function(ctx, function, operands):
-  return mlir.lower_fun(function, multiple_results=False)(ctx, *operands)
+def _lower_function(ctx, function, operands, product: Product):
+  lowered = mlir.lower_fun(function, multiple_results=product.is_fused)
+  return lowered(ctx, *operands)
 
 
 # Without it: "Differentiation rule for 'jaxgemm' not implemented".
 def _jvp(primals, tangents, *, product: Product):
   lhs, rhs, *_ = primals
   lhs_dot, rhs_dot, *c_dot = tangents
-  linear = product.replace(beta=0.0)
+  linear = product.linear
   terms = []
   if type(lhs_dot) is not ad.Zero:
     terms.append(gemm_p.bind(lhs_dot, rhs, product=linear))
   if type(rhs_dot) is not ad.Zero:
     terms.append(gemm_p.bind(lhs, rhs_dot, product=linear))
   if c_dot and type(c_dot[0]) is not ad.Zero:
-    terms.append(_scaled(c_dot[0], product.beta, product.out_dtype))
+    terms.append(scaled(c_dot[0], product.beta, product.out_dtype))
   # Named here and not where it is first bound: a name has no transpose, but what
   # policies choose to save has always been through this rule.
   out = gemm_p.bind(*primals, product=product)
@@ -142,7 +159,7 @@ def _jvp(primals, tangents, *, product: Product):
   return out, functools.reduce(ad.add_jaxvals, terms)
 
 
-def _scaled(x, factor: float, dtype: str):
+def scaled(x, factor: float, dtype: str):
   """factor * x in float32, cast to dtype."""
   if factor != 1.0:
     x = lax.convert_element_type(x, jnp.float32)
@@ -163,15 +180,16 @@ def _transpose(ct, lhs, rhs, *c, product: Product):
     if is_zero:
       grads[index] = ad.Zero(aval.to_ct_aval())
     elif index == 2:
-      grads[index] = _scaled(ct, product.beta, aval.dtype.name)
+      grads[index] = scaled(ct, product.beta, aval.dtype.name)
     else:
-      grads[index] = _gradient(ct, (rhs, lhs)[index], aval, index, product)
+      grads[index] = gradient(ct, (rhs, lhs)[index], aval, index, product)
   return grads
 
 
-def _gradient(ct, other, aval, index: int, product: Product):
+def gradient(ct, other, aval, index: int, product: Product):
+  """The gradient of operand `index`, of type `aval`, a product of ct and the other."""
   dims = product.dims
-  gradient, ct_is_rhs = dims.rhs_gradient() if index else dims.lhs_gradient()
+  grad_dims, ct_is_rhs = dims.rhs_gradient() if index else dims.lhs_gradient()
   stored = dims.rhs if index else dims.lhs
   sums_batch = bool(dims.b) and "b" not in stored
   out_sharding = _explicit(aval.sharding)
@@ -179,7 +197,7 @@ def _gradient(ct, other, aval, index: int, product: Product):
     out_sharding = _with_batch(out_sharding, jax.typeof(ct).sharding.spec[: dims.b])
   operands = (other, ct) if ct_is_rhs else (ct, other)
   out = _any_product(
-      operands, gradient, "float32" if sums_batch else aval.dtype.name, out_sharding,
+      operands, grad_dims, "float32" if sums_batch else aval.dtype.name, out_sharding,
       product,
   )
   if sums_batch:
@@ -211,11 +229,11 @@ def _any_product(operands, dims: Dims, out_dtype: str, out_sharding, product: Pr
     xla = Product(dims, out_dtype, "xla", precision, product.alpha)
     xla = xla.replace(out_sharding=out_sharding)
     return xla_product(xla, *operands, cuda=True)
-  gradient = product.replace(
+  found = product.replace(
       dims=dims, out_dtype=out_dtype, algorithm=algorithm, config=None,
       must_serve=False, beta=0.0, out_sharding=out_sharding,
   )
-  return gemm_p.bind(*operands, product=gradient)
+  return gemm_p.bind(*operands, product=found)
 
 
 def _explicit(sharding):
@@ -317,14 +335,15 @@ def _transposed_names(names, perm):
 
 # -- Registrations -----------------------------------------------------------------
 
-gemm_p.def_impl(_impl)
 gemm_p.def_abstract_eval(_abstract_eval)
-mlir.register_lowering(gemm_p, _lower)
-mlir.register_lowering(gemm_p, _lower_kernels, platform="cuda")
+for primitive in (gemm_p, linear_p):
+  primitive.def_impl(_impl)
+  mlir.register_lowering(primitive, _lower)
+  mlir.register_lowering(primitive, _lower_kernels, platform="cuda")
+  # Else jit hides its devices from lowering rules, and nothing can be partitioned.
+  compat.requires_devices(primitive)
 ad.primitive_jvps[gemm_p] = _jvp
 ad.primitive_transposes[gemm_p] = _transpose
 batching.primitive_batchers[gemm_p] = _batch
-# Else jit hides its devices from lowering rules, and nothing can be partitioned.
-compat.requires_devices(gemm_p)
 # Else JAX's persistent cache would miss programs that have not changed.
 compat.keep_dump_names_stable()

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import dataclasses
 import math
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxgemm.contexts import Target
 from jaxgemm.dims import Dims, Shape
-from pallas_kernels.problem import Config, Epilogue, Problem
+from pallas_kernels.problem import NONE, Activation, Config, Epilogue, Problem
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-  """The parameters of gemm_p: alpha * lhs @ rhs + beta * c.
+  """The parameters of gemm_p and of linear_p:
+
+    activation(alpha * lhs @ rhs + bias) + beta * c
 
   Attributes:
     dims: how the dimensions of the operands pair up.
@@ -22,6 +27,10 @@ class Product:
     precision: what the user asked of XLA, for where XLA computes the product.
     alpha, beta: factors of the product and of the operand c, which is absent where
       beta is 0.
+    has_bias: whether there is an operand bias, the last one, of the dimensions n.
+    activation: see `pallas_kernels.activations`.
+    saves: whether what enters the activation is a second result.
+    recomputes: whether that is computed again for derivatives, rather than saved.
     implementation, config: as in jaxgemm.matmul.
     must_serve: whether the named implementation must serve or is only preferred, as
       for a gradient, whose problem the user did not choose it for.
@@ -35,6 +44,10 @@ class Product:
   precision: Any = None
   alpha: float = 1.0
   beta: float = 0.0
+  has_bias: bool = False
+  activation: Activation = NONE
+  saves: bool = False
+  recomputes: bool = False
   implementation: str | None = None
   config: Config | None = None
   must_serve: bool = True
@@ -55,6 +68,23 @@ class Product:
   def replace(self, **changes) -> Product:
     return dataclasses.replace(self, **changes)
 
+  @property
+  def is_fused(self) -> bool:
+    """Whether it is linear_p's, not gemm_p's."""
+    return self.has_bias or self.activation != NONE or self.saves
+
+  @property
+  def linear(self) -> Product:
+    """alpha * lhs @ rhs alone."""
+    return self.replace(
+        beta=0.0, has_bias=False, activation=NONE, saves=False, recomputes=False
+    )
+
+  def named(self, others: Sequence[T]) -> tuple[T | None, T | None]:
+    """(c, bias) of the operands behind lhs and rhs; None for what there is not."""
+    has_c = len(others) > self.has_bias
+    return others[0] if has_c else None, others[-1] if self.has_bias else None
+
   def problem(
       self, lhs_shape: Shape, rhs_shape: Shape, dtype: str, c_dtype: str | None = None
   ) -> Problem:
@@ -73,7 +103,9 @@ class Product:
         dtype=dtype,
         out_dtype=self.out_dtype,
         algorithm=self.algorithm,
-        epilogue=Epilogue(self.alpha, self.beta, c_dtype),
+        epilogue=Epilogue(
+            self.alpha, self.beta, c_dtype, self.has_bias, self.activation, self.saves
+        ),
     )
 
   def folded_shape(self, groups: str, shape: Shape) -> Shape:

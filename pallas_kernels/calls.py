@@ -47,15 +47,20 @@ def run(
 ) -> jax.Array:
   """Runs `kernel(*inputs, c_gmem, out_gmem, refs)` and returns what it stored.
 
+  That is two arrays if the epilogue saves what enters the activation.
+
   Each input is an array, or a tuple of arrays (the parts of an operand).
   The grid is `grid` clusters (axis "cta") of `cluster` CTAs (axis "cluster") of
   `num_wgs` warpgroups (axis "wg"). `c_gmem`, the last input, is None without c;
   `refs` is the scratch by name, the epilogue's, the `workspace` and further inputs
   (`by_name`) in GMEM included.
   """
-  workspace, by_name = workspace or {}, by_name or {}
+  workspace, by_name = dict(workspace or {}), by_name or {}
   flat, tree = jax.tree.flatten((inputs, by_name))
   out = jax.ShapeDtypeStruct(result.out_shape, jnp.dtype(result.out_dtype))
+  saves = result.epilogue.saves
+  if saves:
+    workspace = {epilogues.SAVED: out} | workspace
 
   def body(*gmem, **refs):
     sources, named = jax.tree.unflatten(tree, gmem[: len(flat)])
@@ -65,7 +70,7 @@ def run(
     named |= zip(workspace, arrays, strict=True)
     kernel(*sources, out_gmem, refs | named)
 
-  result, *_ = plgpu.kernel(
+  found, *others = plgpu.kernel(
       body,
       out_type=[out, *workspace.values()],
       scratch_types={**scratch, **epilogue.scratch()},
@@ -78,7 +83,7 @@ def run(
       interpret=interpret,
       kernel_name=f"jaxgemm_{name}",
   )(*flat)
-  return result
+  return (found, others[0]) if saves else found
 
 
 def make_call(
@@ -87,7 +92,7 @@ def make_call(
     stored_cols: int | None = None, by_registers: bool = False,
     halves: Halves | None = None,
 ) -> Call:
-  """Prepares operands (lhs, rhs[, c], or scales) for a kernel.
+  """Prepares operands (lhs, rhs[, c][, bias], or scales) for a kernel.
 
   Args:
     operands, interpret: as `launch` gets them.
@@ -128,10 +133,19 @@ def make_call(
       transposed=getattr(config, "swap", False), by_registers=by_registers,
   )
   epilogue = dataclasses.replace(epilogue, scales=facts)
+  if result.epilogue.has_bias:
+    by_name[epilogues.BIAS] = epilogues.prepare_bias(operands[-1], _tile_cols(config))
   inputs = [prepared.lhs, prepared.rhs]
   if epilogue.c is not None:
     inputs.append(epilogues.prepare_c(operands[2], problem))
   return Call(result, prepared, epilogue, tuple(inputs), interpret, by_name)
+
+
+def _tile_cols(config: Config) -> int:
+  """Columns of the result that a cluster stores."""
+  if getattr(config, "swap", False):
+    return config.tile_m * config.cluster_m
+  return config.tile_n * getattr(config, "cluster_n", 1)
 
 
 @functools.lru_cache(maxsize=1024)  # A plan asks for the same few again and again.

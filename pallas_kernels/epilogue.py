@@ -1,4 +1,4 @@
-"""From the accumulator to the result: alpha, beta * c, cast, store.
+"""From the accumulator to the result: alpha, bias, activation, beta * c, cast, store.
 
 The result leaves in pieces of 64 rows x `piece_cols` columns. Each piece goes
 from registers into a staging slot in shared memory and from there to GMEM, in
@@ -31,12 +31,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import register_stores, tiles
+from pallas_kernels import activations, register_stores, tiles
 from pallas_kernels.problem import Problem
 from pallas_kernels.scales import Scales
 
 PIECE_ROWS = 64
 NUM_SLOTS = 2
+BIAS, SAVED = "bias", "saved"
 Ref = Any
 
 
@@ -134,7 +135,7 @@ class Epilogue:
     """
     rows, cols = acc.shape
     epilogue = self.problem.epilogue
-    out_dtype = jnp.dtype(self.problem.out_dtype)
+    of_batch = batch if of_batch is None else of_batch
     index = 0
     step = self.out.rows if self.transposed else self.out.cols
     for i in range(0, rows, PIECE_ROWS):
@@ -142,22 +143,37 @@ class Epilogue:
         piece = acc[i : i + PIECE_ROWS, j : j + step]
         if self.scales:
           piece = self.scales.apply(
-              piece, refs, batch=batch if of_batch is None else of_batch, row=row + i,
-              col=col + j,
+              piece, refs, batch=of_batch, row=row + i, col=col + j
           )
         if epilogue.alpha != 1.0:
           piece = piece * jnp.float32(epilogue.alpha)
+        if epilogue.has_bias:
+          piece = self._add_bias(piece, refs, row + i, col + j)
+        at = (col + j, row + i) if self.transposed else (row + i, col + j)
+        to = dict(slots=refs["out_slots"], wg=wg, row=at[0], col=at[1])
+        if epilogue.saves:
+          self._store_piece(piece, refs[SAVED].at[batch], index=index, **to)
+          index += 1
+        piece = activations.apply(epilogue.activation, piece)
         if self.c:
           c = self._load_c(c_gmem, refs, wg, batch, row + i, col + j)
           piece = piece + c * jnp.float32(epilogue.beta)
-        at = (col + j, row + i) if self.transposed else (row + i, col + j)
-        self._store_piece(
-            piece.astype(out_dtype), out_gmem.at[batch], refs["out_slots"],
-            wg=wg, index=index, row=at[0], col=at[1],
-        )
+        self._store_piece(piece, out_gmem.at[batch], index=index, **to)
         index += 1
 
+  def _add_bias(self, piece, refs, row, col):
+    """The bias of the columns of the result, which are the rows of a transposed piece.
+    """
+    dim, start = (0, row) if self.transposed else (1, col)
+    bias = plgpu.load(
+        refs[BIAS].at[pl.ds(start, piece.shape[dim])],
+        layout=plgpu.Layout.WGMMA.reduce(1 - dim), optimized=False,
+    )
+    bias = bias.astype(jnp.float32)
+    return piece + lax.broadcast_in_dim(bias, piece.shape, (dim,))
+
   def _store_piece(self, piece, out_gmem, slots, *, wg, index, row, col):
+    piece = piece.astype(jnp.dtype(self.problem.out_dtype))
     if self.out.way == "masked":
       register_stores.store(piece, slots.at[wg], out_gmem, row, col)
       return
@@ -222,6 +238,12 @@ def make_epilogue(
   cols = piece_cols(wg_tile_n, itemsize)
   c = Staging(copied, c_dtype, cols, num_wgs)
   return Epilogue(problem, dataclasses.replace(out, cols=cols), c)
+
+
+def prepare_bias(bias: jax.Array, tile_cols: int) -> jax.Array:
+  """bias [n], padded so that every tile of `tile_cols` columns may read its share."""
+  pad = tiles.round_up(bias.shape[0], tile_cols) - bias.shape[0]
+  return lax.pad(bias, jnp.zeros((), bias.dtype), ((0, pad, 0),)) if pad else bias
 
 
 def prepare_c(c: jax.Array, problem: Problem) -> jax.Array:

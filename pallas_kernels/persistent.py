@@ -131,8 +131,8 @@ def _launch(
 
 
 def swapped(operands, config: PersistentConfig):
-  """The operands (lhs, rhs[, c]) in their places of what the kernel multiplies."""
-  return operands[1::-1] if config.swap else operands
+  """The operands (lhs, rhs, ...) in their places of what the kernel multiplies."""
+  return (*operands[1::-1], *operands[2:]) if config.swap else operands
 
 
 def run(

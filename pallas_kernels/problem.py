@@ -2,18 +2,20 @@
 
 A `Problem` holds the static facts of
 
-  out[b] = alpha * lhs[b] @ rhs[b] + beta * c[b]        (b in range(batch))
+  out[b] = activation(alpha * lhs[b] @ rhs[b] + bias) + beta * c[b]
 
-and nothing that may be tuned; a config holds what may be tuned and nothing
-else. This module is a leaf: it imports no kernel and touches no device.
+for each b of the batch, and nothing that may be tuned; a config holds what may be
+tuned and nothing else. This module is a leaf: it imports no kernel and touches no device.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 import dataclasses
 import functools
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 
 LhsLayout = Literal["k-major", "m-major"]
@@ -49,6 +51,9 @@ ALGORITHM_OF_DTYPE = {
 ALGORITHM_OF_EIGHT_BITS = {
     "int8": "i8_i32", "float8_e4m3fn": "e4m3_f32", "float8_e5m2": "e5m2_f32",
 }
+# What an epilogue applies to each element: a name of `activations`, or a callable.
+Activation = str | Callable[[jax.Array], jax.Array]
+NONE = "none"
 SCALE_BLOCK = 128  # Of k, rows or columns, that share a factor: see `scales`.
 OUT_DTYPES = ("float32", "bfloat16", "float16")  # int8 operands have int32 alone.
 
@@ -61,6 +66,9 @@ class Epilogue:
     alpha: factor of the product.
     beta: factor of `c`; with 0 there is no operand `c`.
     c_dtype: dtype of `c`, or None where beta is 0.
+    has_bias: whether there is an operand `bias` [n], added before the activation.
+    activation: see `activations`.
+    saves: whether what enters the activation is a second result, of the same dtype.
     scaling: what factors the product has, which are operands: "rows", of each row and
       of each column; "blocks", of each row and of each 128 columns, one for every 128
       of k; see `scales`.
@@ -69,11 +77,27 @@ class Epilogue:
   alpha: float = 1.0
   beta: float = 0.0
   c_dtype: str | None = None
+  has_bias: bool = False
+  activation: Activation = NONE
+  saves: bool = False
   scaling: Literal["none", "rows", "blocks"] = "none"
 
   @property
   def has_c(self) -> bool:
     return self.c_dtype is not None
+
+  @property
+  def is_fused(self) -> bool:
+    """Whether it is more than alpha and c."""
+    return self.has_bias or self.activation != NONE or self.saves
+
+  def __str__(self) -> str:
+    """What is fused, for messages and tables of problems."""
+    parts = ["bias"] if self.has_bias else []
+    if self.activation != NONE:
+      parts.append(getattr(self.activation, "__name__", str(self.activation)))
+    parts += ["saved"] if self.saves else []
+    return "".join(f" + {part}" for part in parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +135,16 @@ class Problem:
     lhs = "N" if self.lhs_layout == "k-major" else "T"
     rhs = "N" if self.rhs_layout == "n-major" else "T"
     return lhs + rhs
+
+  @property
+  def unfused(self) -> Problem:
+    """The problem without bias, activation and second result."""
+    if not self.epilogue.is_fused:
+      return self
+    epilogue = dataclasses.replace(
+        self.epilogue, has_bias=False, activation=NONE, saves=False
+    )
+    return dataclasses.replace(self, epilogue=epilogue)
 
   # A plan asks for these hundreds of times.
 
@@ -183,13 +217,13 @@ class Problem:
     c = 0
     if self.epilogue.c_dtype is not None:
       c = _size(self.out_shape) * jnp.dtype(self.epilogue.c_dtype).itemsize
-    return lhs + rhs + out + c
+    return lhs + rhs + out * (1 + self.epilogue.saves) + c
 
   def __str__(self) -> str:
     batch = f"{self.batch} x " if self.batch > 1 else ""
     return (
         f"{batch}{self.m}x{self.n}x{self.k} {self.layouts}"
-        f" {self.dtype}->{self.out_dtype}"
+        f" {self.dtype}->{self.out_dtype}{self.epilogue}"
     )
 
 

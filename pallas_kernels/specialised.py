@@ -103,11 +103,16 @@ def _check_loads(problem: Problem, config: PersistentConfig) -> str | None:
 
 def check_swap(problem: Problem, config: PersistentConfig) -> str | None:
   """Why the result cannot be stored transposed, or None."""
+  epilogue = problem.epilogue
+  if config.swap and epilogue.saves:
+    return "swap=True excludes a second result"
+  if config.swap and config.split_lhs and epilogue.has_bias:
+    return "swap=True with split_lhs=True excludes bias"
   if not config.swap or config.split_lhs:
     return None
   if problem.out_itemsize != 2:
     return f"swap=True stores 16-bit results, not {problem.out_dtype}"
-  if problem.epilogue.has_c:
+  if epilogue.has_c:
     return "swap=True excludes c"
   if problem.n % tiles.tma_stride_elems(problem.out_dtype):
     return f"swap=True: TMA cannot store rows of n={problem.n} elements"

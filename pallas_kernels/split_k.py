@@ -159,8 +159,8 @@ def _multiply(operands, problem, config, num_sms, interpret, split) -> jax.Array
   )
 
 
-def _reduce(partials, c, problem, config, num_sms, interpret) -> jax.Array:
-  """Kernel 2: adds the sums in order, then the epilogue.
+def _reduce(partials, others, problem, config, num_sms, interpret) -> jax.Array:
+  """Kernel 2: adds the sums in order, then the epilogue, of which `others` are operands.
 
   Rows and columns are those of what was multiplied.
   """
@@ -205,10 +205,16 @@ def _reduce(partials, c, problem, config, num_sms, interpret) -> jax.Array:
     epilogue.store(total, out_gmem, c_gmem, refs, wg=0, batch=batch, row=row, col=col)
     epilogue.finish()
 
-  inputs = (partials, *(epilogues.prepare_c(x, problem) for x in c))
+  inputs, by_name = [partials], {}
+  if epilogue.c is not None:
+    inputs.append(epilogues.prepare_c(others[0], problem))
+  if problem.epilogue.has_bias:
+    by_name[epilogues.BIAS] = epilogues.prepare_bias(
+        others[-1], rows if config.swap else cols
+    )
   return calls.run(
-      _kernel, inputs, problem, epilogue, name=f"{NAME}_reduce", scratch={},
-      grid=problem.batch * pieces, num_wgs=1, interpret=interpret,
+      _kernel, tuple(inputs), problem, epilogue, name=f"{NAME}_reduce", scratch={},
+      grid=problem.batch * pieces, num_wgs=1, by_name=by_name, interpret=interpret,
   )
 
 

@@ -157,8 +157,8 @@ def check_problem(problem: Problem, *, scales: bool = False) -> str | None:
       return f"scaling={scaling!r}: only persistent scales a product"
     if jnp.dtype(problem.dtype).itemsize != 1 or problem.dtype == "int8":
       return f"scaling={scaling!r} is for 8-bit floating-point operands"
-    if problem.epilogue.has_c:
-      return f"scaling={scaling!r} excludes c"
+    if problem.epilogue.has_c or problem.epilogue.is_fused:
+      return f"scaling={scaling!r} excludes c, bias and activation"
   if problem.dtype not in ALGORITHMS.values():
     return f"operands of dtype {problem.dtype}: want one of {sorted(ALGORITHMS.values())}"
   if ALGORITHMS.get(problem.algorithm) != problem.dtype:
@@ -166,7 +166,8 @@ def check_problem(problem: Problem, *, scales: bool = False) -> str | None:
   if problem.dtype == "int8":
     if problem.out_dtype != "int32":
       return f"result of dtype {problem.out_dtype}: int8 operands have one of int32"
-    if problem.epilogue.alpha != 1.0 or problem.epilogue.has_c:
+    epilogue = problem.epilogue
+    if epilogue.alpha != 1.0 or epilogue.has_c or epilogue.is_fused:
       return "int8 operands have no epilogue"
   elif problem.out_dtype not in OUT_DTYPES:
     return f"result of dtype {problem.out_dtype}: want one of {list(OUT_DTYPES)}"

@@ -61,6 +61,8 @@ def supports(problem: Problem, config: TritonConfig) -> str | None:
   Whether the packages are installed, and what shared memory a GPU has, is for the
   plan to ask.
   """
+  if problem.epilogue.is_fused:
+    return "triton fuses no bias and no activation"
   return (
       tiles.check_problem(problem)
       or _check_config(problem, config)

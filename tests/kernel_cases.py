@@ -89,16 +89,24 @@ SWAPPED_TILES = (
 )
 
 
+def operand_types(problem: Problem) -> list[tuple[tuple[int, ...], str]]:
+  """Shape and dtype of each operand as it is stored: lhs, rhs, maybe c and bias."""
+  epilogue = problem.epilogue
+  found = [(problem.lhs_shape, problem.dtype), (problem.rhs_shape, problem.rhs_dtype)]
+  if epilogue.has_c:
+    found.append((problem.out_shape, epilogue.c_dtype))
+  if epilogue.has_bias:
+    found.append(((problem.n,), problem.out_dtype))
+  return found
+
+
 def random_operands(problem: Problem, seed: int = 0) -> tuple[jax.Array, ...]:
-  """Fresh normal operands as the problem stores them: lhs, rhs and maybe c."""
+  """Fresh normal operands."""
   rng = np.random.default_rng(seed)
-  specs = [(problem.lhs_shape, problem.dtype), (problem.rhs_shape, problem.rhs_dtype)]
-  if problem.epilogue.has_c:
-    specs.append((problem.out_shape, problem.epilogue.c_dtype))
   draw = rng.standard_normal
   if problem.dtype == "int8":
     draw = lambda shape: rng.integers(-128, 128, shape)
-  return tuple(jnp.asarray(draw(shape), dtype) for shape, dtype in specs)
+  return tuple(jnp.asarray(draw(shape), dtype) for shape, dtype in operand_types(problem))
 
 
 def truth(problem: Problem, operands) -> np.ndarray:
@@ -161,9 +169,9 @@ def check(kernel: str, problem: Problem, config, *, seed=0, num_sms=4) -> None:
 
 def lowered(kernel: str, problem, config) -> str:
   """The module text of the kernel for CUDA."""
-  shapes = [(problem.lhs_shape, problem.dtype), (problem.rhs_shape, problem.rhs_dtype)]
-  if problem.epilogue.has_c:
-    shapes.append((problem.out_shape, problem.epilogue.c_dtype))
-  operands = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in shapes]
+  operands = [
+      jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+      for shape, dtype in operand_types(problem)
+  ]
   launch = lambda *x: KERNELS[kernel].launch(x, problem, config, num_sms=132)
   return jax.export.export(jax.jit(launch), platforms=["cuda"])(*operands).mlir_module()

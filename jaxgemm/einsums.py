@@ -1,0 +1,36 @@
+"""einsum: sums of products by their subscripts, every product of two a GEMM of ours."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jaxgemm.api import dot_general
+from pallas_kernels.problem import Config
+
+
+def einsum(
+    subscripts, *operands, precision=None, preferred_element_type=None,
+    optimize="auto", implementation: str | None = None, config: Config | None = None,
+) -> jax.Array:
+  """Returns jnp.einsum(subscripts, *operands), its products computed by ours.
+
+  What sums or permutes one operand alone stays jnp.einsum's, and so does the order of
+  the products where there are more than two operands. Flax's nnx.Einsum takes it as its
+  `einsum_op`.
+
+  Args:
+    subscripts, operands, optimize: as for jnp.einsum, in all its forms.
+    precision, preferred_element_type, implementation, config: as for jaxgemm.matmul.
+  Returns: what jnp.einsum returns.
+  Raises:
+    ValueError, TypeError: as jnp.einsum; or the named kernel cannot serve.
+  Example: jaxgemm.einsum("bqhd,bkhd->bhqk", q, k)
+  """
+  product = functools.partial(dot_general, implementation=implementation, config=config)
+  return jnp.einsum(
+      subscripts, *operands, precision=precision, optimize=optimize,
+      preferred_element_type=preferred_element_type, _dot_general=product,
+  )

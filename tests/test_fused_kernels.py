@@ -1,0 +1,201 @@
+"""Kernels that add a bias, apply an activation and add a residual before they store."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxgemm import reference
+from pallas_kernels import KERNELS, MOSAIC_KERNELS, activations
+from pallas_kernels.problem import Epilogue
+from tests import kernel_cases
+from tests.kernel_cases import LAYOUTS, lowered, make_problem, small_config
+
+FULL = Epilogue(alpha=0.5, beta=1.0, c_dtype="bfloat16", has_bias=True,
+                activation="gelu", saves=True)
+
+
+def truth(problem, operands):
+  """(result, what enters the activation) in float64."""
+  epilogue = problem.epilogue
+  bias = np.asarray(operands[-1]).astype(np.float64) if epilogue.has_bias else 0.0
+  plain = dataclasses.replace(problem, epilogue=Epilogue(epilogue.alpha))
+  entering = kernel_cases.truth(plain, operands[:2]) + bias
+  with jax.enable_x64(True):
+    out = np.asarray(activations.apply(epilogue.activation, jnp.asarray(entering)))
+  if epilogue.has_c:
+    out = out + epilogue.beta * np.asarray(operands[2]).astype(np.float64)
+  return out, entering
+
+
+def check(kernel, problem, config, *, bound=4e-3):
+  operands = kernel_cases.random_operands(problem)
+  found = kernel_cases.emulate(kernel, problem, config, operands)
+  wanted = truth(problem, operands)
+  found = found if problem.epilogue.saves else (found,)
+  for ours, its in zip(found, wanted, strict=False):
+    assert reference.relative_error(ours, its) < bound
+
+
+@pytest.mark.parametrize("name", activations.NAMES)
+def test_activations_are_those_of_jax(name):
+  theirs = {
+      "relu": jax.nn.relu, "squared_relu": jax.nn.relu, "sigmoid": jax.nn.sigmoid,
+      "silu": jax.nn.silu, "tanh": jnp.tanh, "gelu": jax.nn.gelu,
+      "gelu_exact": lambda x: jax.nn.gelu(x, approximate=False),
+  }[name]
+  if name == "squared_relu":
+    theirs = lambda x: jax.nn.relu(x) ** 2
+  x = jnp.asarray([-100.0, -4.0, -1.0, -0.0, 0.0, 1e-3, 0.5, 3.0, 50.0, jnp.inf])
+  np.testing.assert_allclose(activations.apply(name, x), theirs(x), 1e-5, 1e-6)
+  slopes = jax.vmap(jax.grad(theirs))(x[:-1])
+  np.testing.assert_allclose(activations.slope(name, x[:-1]), slopes, 1e-5, 1e-6)
+  assert np.isnan(activations.apply(name, jnp.float32(np.nan)))
+
+
+@pytest.mark.parametrize("name", activations.NAMES)
+def test_activations_in_a_kernel(name):
+  problem = make_problem(
+      72, 136, 64, epilogue=Epilogue(activation=name), out_dtype="float32"
+  )
+  check("pipelined", problem, small_config("pipelined"), bound=1e-5)
+
+
+@pytest.mark.parametrize("layouts", LAYOUTS)
+@pytest.mark.parametrize("kernel", MOSAIC_KERNELS)
+def test_kernels(kernel, layouts):
+  problem = make_problem(200, 152, 136, layouts, batch=2, epilogue=FULL)
+  check(kernel, problem, small_config(kernel))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [dict(splits=2, cluster_k=2), dict(splits=4, cluster_k=2), dict(splits=3)], ids=str,
+)
+def test_split_k(fields):
+  problem = make_problem(130, 264, 512, "NT", epilogue=FULL)
+  check("split_k", problem, small_config("split_k", **fields))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [dict(wg_dim="tile", tile_n=64), dict(wg_dim="n", tile_m=64, tile_n=256),
+     dict(cluster_n=2), dict(consumers=1), dict(tile_n=384, num_stages=2)],
+    ids=str,
+)
+def test_configs(fields):
+  problem = make_problem(200, 300, 128, epilogue=FULL)
+  check("persistent", problem, small_config("persistent", **fields))
+
+
+@pytest.mark.parametrize("kernel", ["persistent", "split_k"])
+def test_swapped_operands(kernel):
+  epilogue = Epilogue(has_bias=True, activation="silu")
+  problem = make_problem(9, 392, 256, epilogue=epilogue)
+  config = small_config(kernel, swap=True, tile_n=16, tile_m=128, num_stages=4)
+  check(kernel, problem, config)
+
+
+@pytest.mark.parametrize("n", [101, 100, 7])
+def test_results_of_odd_widths(n):
+  problem = make_problem(70, n, 64, epilogue=dataclasses.replace(FULL, c_dtype="float32"))
+  check("persistent", problem, small_config("persistent"))
+
+
+@pytest.mark.parametrize("algorithm", ["bf16_x6", "bf16_x3", "tf32_f32"])
+def test_float32(algorithm):
+  epilogue = dataclasses.replace(FULL, c_dtype=None, beta=0.0)
+  problem = make_problem(
+      130, 72, 136, "TN", "float32", algorithm=algorithm, epilogue=epilogue
+  )
+  fields = dict(tile_k=32) if algorithm == "tf32_f32" else dict(tile_n=64, promote=1)
+  config = small_config("persistent", num_stages=2, **fields)
+  check("persistent", problem, config, bound={"bf16_x6": 1e-6}.get(algorithm, 1e-3))
+
+
+def test_float16_parts_have_two_results():
+  epilogue = Epilogue(has_bias=True, activation="relu", saves=True)
+  problem = make_problem(
+      130, 72, 136, "NN", "float32", algorithm="bf16_x6", epilogue=epilogue
+  )
+  config = small_config("persistent", num_stages=2, promote=1, float16_parts=True)
+  check("persistent", problem, config, bound=1e-6)
+
+
+def test_a_callable_is_an_activation():
+  def leaky(x):
+    return jnp.where(x > 0, x, 0.1 * x)
+
+  problem = make_problem(72, 136, 64, epilogue=Epilogue(activation=leaky))
+  check("persistent", problem, small_config("persistent"))
+  assert str(problem).endswith("+ leaky")
+
+
+@pytest.mark.parametrize("kernel", MOSAIC_KERNELS)
+@pytest.mark.parametrize("n", [256, 257])
+def test_lowers_for_cuda(kernel, n):
+  problem = make_problem(256, n, 512, epilogue=FULL)
+  assert f"jaxgemm_{kernel}" in lowered(kernel, problem, small_config(kernel))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "fields", "problem_fields", "named"),
+    [
+        ("persistent", dict(swap=True, tile_n=64), {}, "second result"),
+        ("persistent", {}, dict(dtype="int8", out_dtype="int32"), "int8"),
+        ("triton", {}, {}, "bias"),
+    ],
+)
+def test_supports_says_what_is_not_fused(kernel, fields, problem_fields, named):
+  epilogue = Epilogue(has_bias=True, activation="relu", saves=True)
+  problem = make_problem(256, 256, 256, epilogue=epilogue, **problem_fields)
+  config = small_config(kernel, problem.dtype, **fields)
+  assert named in KERNELS[kernel].supports(problem, config)
+
+
+# -- On a GPU ----------------------------------------------------------------------
+
+GPU_CASES = [(kernel, {}, FULL) for kernel in MOSAIC_KERNELS] + [
+    ("persistent", dict(wg_dim="tile", tile_n=192), FULL),
+    ("persistent", dict(cluster_n=2, tile_n=256), FULL),
+    ("split_k", dict(splits=4, cluster_k=4), FULL),
+    ("persistent", dict(swap=True, tile_n=64),
+     Epilogue(has_bias=True, activation="gelu")),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layouts", LAYOUTS)
+@pytest.mark.parametrize(("kernel", "fields", "epilogue"), GPU_CASES, ids=str)
+def test_gpu(kernel, fields, epilogue, layouts):
+  """On the chip, also of a width that only masked stores can write."""
+  config = small_config(kernel, **fields)
+  for n in (520, 517):
+    problem = make_problem(333, n, 712, layouts, batch=2, epilogue=epilogue)
+    if KERNELS[kernel].supports(problem, config) is not None:
+      assert config.swap if kernel == "persistent" else False
+      continue
+    operands = kernel_cases.random_operands(problem)
+    launch = lambda *x: KERNELS[kernel].launch(x, problem, config, num_sms=132)
+    found = jax.jit(launch)(*operands)
+    found = found if epilogue.saves else (found,)
+    for ours, its in zip(found, truth(problem, operands), strict=False):
+      assert reference.relative_error(ours, its) < 4e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", activations.NAMES)
+def test_activations_on_a_gpu(name):
+  problem = make_problem(
+      512, 520, 64, epilogue=Epilogue(activation=name), out_dtype="float32"
+  )
+  operands = kernel_cases.random_operands(problem)
+  launch = lambda *x: KERNELS["persistent"].launch(
+      x, problem, small_config("persistent"), num_sms=132
+  )
+  found = jax.jit(launch)(*operands)
+  assert reference.relative_error(found, truth(problem, operands)[0]) < 1e-5
