@@ -165,19 +165,31 @@ def sum_of_groups(
     (total, *rest), others = lax.optimization_barrier((sums, [acc[...] for acc in accs]))
     return total, scaled(others) + rest + [total * jnp.float32(lost)]
 
-  def together(*accs):
+  if promote:
+    accs = (plgpu.ACC(shape, jnp.float32) for _ in smaller)
+    total, rest = pl.run_scoped(apart, *accs)
+  else:
+    *others, total = each_group(multiply, finish, shape=shape, k_steps=k_steps, of=of)
+    rest = scaled(others)
+  # Those first, so that the total is rounded once.
+  return total + _smaller(functools.reduce(operator.add, rest), of)
+
+
+def each_group(
+    multiply: Callable[..., None], finish: Callable[[], None], *, shape: tuple[int, int],
+    k_steps: int, of: parts.Parts,
+) -> list:
+  """The sum [rows, cols] of each group, by itself; arguments as of `sum_of_groups`."""
+
+  def run(*accs):
     def add(k_tile, _):
       multiply(accs, of.groups, k_tile, len(accs))
 
     lax.fori_loop(jnp.int32(0), jnp.int32(k_steps), add, None)
     finish()
-    *others, total = lax.optimization_barrier([acc[...] for acc in accs])
-    return total, scaled(others)
+    return lax.optimization_barrier([acc[...] for acc in accs])
 
-  run, groups = (apart, smaller) if promote else (together, of.groups)
-  total, rest = pl.run_scoped(run, *(plgpu.ACC(shape, jnp.float32) for _ in groups))
-  # Those first, so that the total is rounded once.
-  return total + _smaller(functools.reduce(operator.add, rest), of)
+  return pl.run_scoped(run, *(plgpu.ACC(shape, jnp.float32) for _ in of.groups))
 
 
 def two_sum(total, rest, x):

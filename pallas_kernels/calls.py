@@ -47,7 +47,7 @@ def run(
 ) -> jax.Array:
   """Runs `kernel(*inputs, c_gmem, out_gmem, refs)` and returns what it stored.
 
-  That is two arrays if the epilogue saves what enters the activation.
+  Those are several arrays if the epilogue saves what enters the activation.
 
   Each input is an array, or a tuple of arrays (the parts of an operand).
   The grid is `grid` clusters (axis "cta") of `cluster` CTAs (axis "cluster") of
@@ -58,9 +58,8 @@ def run(
   workspace, by_name = dict(workspace or {}), by_name or {}
   flat, tree = jax.tree.flatten((inputs, by_name))
   out = jax.ShapeDtypeStruct(result.out_shape, jnp.dtype(result.out_dtype))
-  saves = result.epilogue.saves
-  if saves:
-    workspace = {epilogues.SAVED: out} | workspace
+  saved = epilogues.SAVED[: result.epilogue.num_saved]
+  workspace = dict.fromkeys(saved, out) | workspace
 
   def body(*gmem, **refs):
     sources, named = jax.tree.unflatten(tree, gmem[: len(flat)])
@@ -83,7 +82,7 @@ def run(
       interpret=interpret,
       kernel_name=f"jaxgemm_{name}",
   )(*flat)
-  return (found, others[0]) if saves else found
+  return (found, *others[: len(saved)]) if saved else found
 
 
 def make_call(
@@ -92,7 +91,9 @@ def make_call(
     stored_cols: int | None = None, by_registers: bool = False,
     halves: Halves | None = None,
 ) -> Call:
-  """Prepares operands (lhs, rhs[, c][, bias], or scales) for a kernel.
+  """Prepares operands (lhs, rhs[, c][, biases], or scales) for a kernel.
+
+  A gated product's rhs is a tuple, of the gate's and the other matrix.
 
   Args:
     operands, interpret: as `launch` gets them.
@@ -108,7 +109,8 @@ def make_call(
   result = result or problem
   emulated = interpret is not None
   split = parts.of(result, config)
-  lhs_and_rhs, facts, by_name = [(x,) for x in operands[:2]], None, {}
+  lhs_and_rhs = [x if isinstance(x, tuple) else (x,) for x in operands[:2]]
+  facts, by_name = None, {}
   if halves is not None:
     lhs_and_rhs = halves.lhs, halves.rhs
     facts, by_name = make_scales(halves.row_scales, halves.col_scales, config)
@@ -116,7 +118,7 @@ def make_call(
     facts, by_name = make_scales(*(x[:, None] for x in operands[-2:]), config)
   elif result.epilogue.scaling == "blocks":
     by_name = pad_block_scales(*operands[-2:], config)
-  elif split is not None and not split.lhs_in_registers:
+  elif parts.is_split(result) and not split.lhs_in_registers:
     lhs_and_rhs = [
         parts.split(operand_tiles.mend_stride(x, split.dtype), split.count)
         for x in operands[:2]
@@ -133,8 +135,7 @@ def make_call(
       transposed=getattr(config, "swap", False), by_registers=by_registers,
   )
   epilogue = dataclasses.replace(epilogue, scales=facts)
-  if result.epilogue.has_bias:
-    by_name[epilogues.BIAS] = epilogues.prepare_bias(operands[-1], _tile_cols(config))
+  by_name |= epilogues.prepare_biases(result, operands, _tile_cols(config))
   inputs = [prepared.lhs, prepared.rhs]
   if epilogue.c is not None:
     inputs.append(epilogues.prepare_c(operands[2], problem))

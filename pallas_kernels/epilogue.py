@@ -37,7 +37,7 @@ from pallas_kernels.scales import Scales
 
 PIECE_ROWS = 64
 NUM_SLOTS = 2
-BIAS, SAVED = "bias", "saved"
+BIASES, SAVED = ("bias", "bias_of_other"), ("saved", "saved_of_other")
 Ref = Any
 
 
@@ -128,45 +128,52 @@ class Epilogue:
   ):
     """Stores a warpgroup's accumulator [rows, cols] at (row, col) of the product.
 
+    Of a gated product `acc` is two: of the gate's product, and of the other.
     It is of product `of_batch`, if that is not the index `batch` of the result.
 
     Waits for the staging slot that it uses next, never for the last store: call
     `finish` before the kernel ends.
     """
-    rows, cols = acc.shape
+    accs = acc if self.problem.epilogue.gated else [acc]
+    rows, cols = accs[0].shape
     epilogue = self.problem.epilogue
     of_batch = batch if of_batch is None else of_batch
     index = 0
     step = self.out.rows if self.transposed else self.out.cols
     for i in range(0, rows, PIECE_ROWS):
       for j in range(0, cols, step):
-        piece = acc[i : i + PIECE_ROWS, j : j + step]
-        if self.scales:
-          piece = self.scales.apply(
-              piece, refs, batch=of_batch, row=row + i, col=col + j
-          )
-        if epilogue.alpha != 1.0:
-          piece = piece * jnp.float32(epilogue.alpha)
-        if epilogue.has_bias:
-          piece = self._add_bias(piece, refs, row + i, col + j)
         at = (col + j, row + i) if self.transposed else (row + i, col + j)
         to = dict(slots=refs["out_slots"], wg=wg, row=at[0], col=at[1])
-        if epilogue.saves:
-          self._store_piece(piece, refs[SAVED].at[batch], index=index, **to)
-          index += 1
-        piece = activations.apply(epilogue.activation, piece)
+        pieces = []
+        for sums, bias, saved in zip(accs, BIASES, SAVED, strict=False):
+          piece = sums[i : i + PIECE_ROWS, j : j + step]
+          if self.scales:
+            piece = self.scales.apply(
+                piece, refs, batch=of_batch, row=row + i, col=col + j
+            )
+          if epilogue.alpha != 1.0:
+            piece = piece * jnp.float32(epilogue.alpha)
+          if epilogue.has_bias:
+            piece = self._add_bias(piece, refs[bias], row + i, col + j)
+          if epilogue.saves:
+            self._store_piece(piece, refs[saved].at[batch], index=index, **to)
+            index += 1
+          pieces.append(piece)
+        piece = activations.apply(epilogue.activation, pieces[0])
+        if epilogue.gated:
+          piece = piece * pieces[1]
         if self.c:
           c = self._load_c(c_gmem, refs, wg, batch, row + i, col + j)
           piece = piece + c * jnp.float32(epilogue.beta)
         self._store_piece(piece, out_gmem.at[batch], index=index, **to)
         index += 1
 
-  def _add_bias(self, piece, refs, row, col):
+  def _add_bias(self, piece, bias_gmem: Ref, row, col):
     """The bias of the columns of the result, which are the rows of a transposed piece.
     """
     dim, start = (0, row) if self.transposed else (1, col)
     bias = plgpu.load(
-        refs[BIAS].at[pl.ds(start, piece.shape[dim])],
+        bias_gmem.at[pl.ds(start, piece.shape[dim])],
         layout=plgpu.Layout.WGMMA.reduce(1 - dim), optimized=False,
     )
     bias = bias.astype(jnp.float32)
@@ -240,10 +247,21 @@ def make_epilogue(
   return Epilogue(problem, dataclasses.replace(out, cols=cols), c)
 
 
-def prepare_bias(bias: jax.Array, tile_cols: int) -> jax.Array:
-  """bias [n], padded so that every tile of `tile_cols` columns may read its share."""
-  pad = tiles.round_up(bias.shape[0], tile_cols) - bias.shape[0]
-  return lax.pad(bias, jnp.zeros((), bias.dtype), ((0, pad, 0),)) if pad else bias
+def prepare_biases(
+    problem: Problem, operands, tile_cols: int
+) -> dict[str, jax.Array]:
+  """The biases [n], the last of the operands, by name.
+
+  They are padded so that every tile of `tile_cols` columns may read its share.
+  """
+  if not problem.epilogue.has_bias:
+    return {}
+  pad = tiles.round_up(problem.n, tile_cols) - problem.n
+  biases = operands[-1 - problem.epilogue.gated :]
+  return {
+      name: lax.pad(x, jnp.zeros((), x.dtype), ((0, pad, 0),)) if pad else x
+      for name, x in zip(BIASES, biases, strict=False)
+  }
 
 
 def prepare_c(c: jax.Array, problem: Problem) -> jax.Array:

@@ -218,6 +218,10 @@ def run(
               multiply, shape=wg_tile_shape, k_steps=k_steps, promote=config.promote,
               dtype=problem.acc_dtype, factors=block_factors if in_blocks else None,
           )
+        elif call.result.epilogue.gated:
+          acc = accumulate.each_group(
+              multiply_groups, finish, shape=wg_tile_shape, k_steps=k_steps, of=split
+          )
         elif specialised.overlaps(call.result, config):
           acc = accumulate.sum_of_groups(
               multiply_groups, finish, shape=wg_tile_shape, k_steps=k_steps, of=split,

@@ -69,6 +69,8 @@ class Epilogue:
     has_bias: whether there is an operand `bias` [n], added before the activation.
     activation: see `activations`.
     saves: whether what enters the activation is a second result, of the same dtype.
+    gated: whether rhs is two matrices and the result activation(lhs @ gate + bias_gate)
+      * (lhs @ up + bias_up). There are two biases then, and two arrays to save.
     scaling: what factors the product has, which are operands: "rows", of each row and
       of each column; "blocks", of each row and of each 128 columns, one for every 128
       of k; see `scales`.
@@ -80,6 +82,7 @@ class Epilogue:
   has_bias: bool = False
   activation: Activation = NONE
   saves: bool = False
+  gated: bool = False
   scaling: Literal["none", "rows", "blocks"] = "none"
 
   @property
@@ -89,7 +92,12 @@ class Epilogue:
   @property
   def is_fused(self) -> bool:
     """Whether it is more than alpha and c."""
-    return self.has_bias or self.activation != NONE or self.saves
+    return self.has_bias or self.activation != NONE or self.saves or self.gated
+
+  @property
+  def num_saved(self) -> int:
+    """Results beside the first."""
+    return self.saves * (1 + self.gated)
 
   def __str__(self) -> str:
     """What is fused, for messages and tables of problems."""
@@ -97,6 +105,7 @@ class Epilogue:
     if self.activation != NONE:
       parts.append(getattr(self.activation, "__name__", str(self.activation)))
     parts += ["saved"] if self.saves else []
+    parts += ["gated"] if self.gated else []
     return "".join(f" + {part}" for part in parts)
 
 
@@ -138,11 +147,11 @@ class Problem:
 
   @property
   def unfused(self) -> Problem:
-    """The problem without bias, activation and second result."""
+    """The problem without bias, activation and further results, of one rhs."""
     if not self.epilogue.is_fused:
       return self
     epilogue = dataclasses.replace(
-        self.epilogue, has_bias=False, activation=NONE, saves=False
+        self.epilogue, has_bias=False, activation=NONE, saves=False, gated=False
     )
     return dataclasses.replace(self, epilogue=epilogue)
 
@@ -206,7 +215,7 @@ class Problem:
 
   @property
   def flops(self) -> int:
-    return 2 * self.batch * self.m * self.n * self.k
+    return 2 * self.batch * self.m * self.n * self.k * (1 + self.epilogue.gated)
 
   @property
   def num_bytes(self) -> int:
@@ -217,7 +226,8 @@ class Problem:
     c = 0
     if self.epilogue.c_dtype is not None:
       c = _size(self.out_shape) * jnp.dtype(self.epilogue.c_dtype).itemsize
-    return lhs + rhs + out * (1 + self.epilogue.saves) + c
+    epilogue = self.epilogue
+    return lhs + rhs * (1 + epilogue.gated) + out * (1 + epilogue.num_saved) + c
 
   def __str__(self) -> str:
     batch = f"{self.batch} x " if self.batch > 1 else ""

@@ -159,9 +159,10 @@ def slot_bytes(problem: Problem, config: PersistentConfig) -> int:
   if config.split_lhs:
     return lhs_registers.slot_bytes(config)
   split = parts.of(problem, config)
+  rhs_parts = split.count if split else 1
   return tiles.slot_bytes(
       multiplied(problem, config), config.tile_m, config.tile_n, config.tile_k,
-      split.count if split else 1,
+      lhs_parts=(split and split.lhs_count) or rhs_parts, rhs_parts=rhs_parts,
   )
 
 

@@ -205,13 +205,10 @@ def _reduce(partials, others, problem, config, num_sms, interpret) -> jax.Array:
     epilogue.store(total, out_gmem, c_gmem, refs, wg=0, batch=batch, row=row, col=col)
     epilogue.finish()
 
-  inputs, by_name = [partials], {}
+  inputs = [partials]
   if epilogue.c is not None:
     inputs.append(epilogues.prepare_c(others[0], problem))
-  if problem.epilogue.has_bias:
-    by_name[epilogues.BIAS] = epilogues.prepare_bias(
-        others[-1], rows if config.swap else cols
-    )
+  by_name = epilogues.prepare_biases(problem, others, rows if config.swap else cols)
   return calls.run(
       _kernel, tuple(inputs), problem, epilogue, name=f"{NAME}_reduce", scratch={},
       grid=problem.batch * pieces, num_wgs=1, by_name=by_name, interpret=interpret,

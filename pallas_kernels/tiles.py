@@ -150,8 +150,11 @@ def rhs_step(problem: Problem) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def check_problem(problem: Problem, *, scales: bool = False) -> str | None:
-  """Why no kernel serves this problem, or none but one that `scales`; or None."""
+  """Why no kernel serves this problem, or none but persistent, which `scales`; or None.
+  """
   scaling = problem.epilogue.scaling
+  if problem.epilogue.gated and not scales:
+    return "gated: only persistent forms two products at once"
   if scaling != "none":
     if not scales:
       return f"scaling={scaling!r}: only persistent scales a product"
@@ -184,10 +187,11 @@ def check_smem(smem_bytes: int) -> str | None:
 
 
 def slot_bytes(
-    problem: Problem, tile_m: int, tile_n: int, tile_k: int, num_parts: int = 1
+    problem: Problem, tile_m: int, tile_n: int, tile_k: int, *, lhs_parts: int = 1,
+    rhs_parts: int = 1,
 ) -> int:
-  """Shared memory of one slot of the ring: a tile of lhs and of rhs, of each part."""
-  return num_parts * (
-      round_up(tile_m * tile_k * problem.itemsize, 1024)
-      + round_up(tile_n * tile_k * problem.itemsize, 1024)
+  """Shared memory of one slot of the ring: a tile of each part of lhs and of rhs."""
+  return (
+      lhs_parts * round_up(tile_m * tile_k * problem.itemsize, 1024)
+      + rhs_parts * round_up(tile_n * tile_k * problem.itemsize, 1024)
   )

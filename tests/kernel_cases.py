@@ -173,5 +173,8 @@ def lowered(kernel: str, problem, config) -> str:
       jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
       for shape, dtype in operand_types(problem)
   ]
+  if problem.epilogue.gated:
+    operands[1] = operands[1], operands[1]
+    operands += operands[-1:] if problem.epilogue.has_bias else []
   launch = lambda *x: KERNELS[kernel].launch(x, problem, config, num_sms=132)
   return jax.export.export(jax.jit(launch), platforms=["cuda"])(*operands).mlir_module()
