@@ -9,6 +9,7 @@ from jaxgemm.autotune import autotune as autotune
 from jaxgemm.contexts import emulate as emulate
 from jaxgemm.contexts import target as target
 from jaxgemm.einsums import einsum as einsum
+from jaxgemm.layers import gated_linear as gated_linear
 from jaxgemm.layers import linear as linear
 from jaxgemm.plan import Plan as Plan
 from jaxgemm.quantisation import dequantise as dequantise

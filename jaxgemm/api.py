@@ -253,7 +253,7 @@ def contract(
 ) -> jax.Array:
   """Makes the operands foldable, binds the primitive to them, and takes its result.
 
-  `others` are c and bias, as far as the product has them.
+  `others` are the operands behind lhs and rhs. Those of a fused product need be foldable.
   """
   out_axes = axes[2]
   folding = fold(*axes, lhs.shape, rhs.shape)
@@ -265,9 +265,9 @@ def contract(
   product = product.replace(dims=folding.dims, out_sharding=out_sharding)
   lhs = _transposed(lhs, folding.lhs_perm)
   rhs = _transposed(rhs, folding.rhs_perm)
-  c, bias = product.named(others)
-  c = _transposed(c, folding.c_perm)
-  operands = [x for x in (lhs, rhs, c, bias) if x is not None]
+  _, factors, c, biases = product.named((lhs, rhs, *others))
+  c = () if c is None else (_transposed(c, folding.c_perm),)
+  operands = (lhs, *factors, *c, *biases)
   if product.implementation is not None:
     local_plan(product, *operands)  # Raises here, where the user's call is.
   out = bind(*operands, product=product)

@@ -115,11 +115,14 @@ def estimate(
   splits_lhs = split is not None and split.lhs_in_registers
   stored = problem.transposed if splits_lhs and config.swap else problem
   masked = kernel == direct.NAME or stored.n * stored.out_itemsize % 16 > 0
-  splitting = _splitting(problem, config, split) if split else ()
+  gated = problem.epilogue.gated
+  splitting = _splitting(problem, config, split) if split and not gated else ()
   num_parts, num_products = (split.count, split.num_products) if split else (1, 1)
   # Of lhs and rhs, beside those of one k tile of one part.
   loads = num_parts / num_products, num_parts / num_products
   weights = num_parts, num_parts
+  if gated:  # Two rhs tiles for one of lhs.
+    loads, weights = (1 / num_products, 1.0), (1, 1)
   if splits_lhs:  # 32 of k: as many bytes of float32 lhs as of 64 of k of a part.
     loads, weights = (1 / num_products, num_parts / 2 / num_products), (2, num_parts)
   promotes = config.promote and not (
@@ -240,6 +243,7 @@ def _busy(
   out_bytes = 4 if sums > 1 else problem.out_itemsize
   rate = model.masked_rate if masked else model.store_rate
   store = wg_m * wg_n * out_bytes / (rate * cluster_k)
+  store *= 1 + problem.epilogue.num_saved
   if cluster_k > 1:
     store += 4 * wg_m * wg_n / model.exchange_rate
 

@@ -1,13 +1,15 @@
 """The rules of linear_p, a product with bias and activation, and of its tangent.
 
-  linear_p    activation(alpha * lhs @ rhs + bias) + beta * c, and, if it saves, what
-              enters the activation
-  tangent_p   slope * (alpha * lhs_dot @ rhs + alpha * lhs @ rhs_dot + bias_dot)
+  linear_p    activation(z) + beta * c         with z = alpha * lhs @ rhs + bias
+              activation(z0) * z1 + beta * c   gated: z0 and z1 of two rhs and biases
+  tangent_p   sum over i of slope_i * (alpha * lhs_dot @ rhs_i + alpha * lhs @ rhs_dot_i
+              + bias_dot_i)
 
-tangent_p is linear in the tangents, all of them at once. So its transposition is the
-backward pass of a layer, and can compute together what the gradients have in common:
-the cotangent times the slope. The slope is that of what entered the activation, which
-the forward pass has saved, or which is computed again (`Product.recomputes`).
+linear_p may have what enters the activation, z, as further results. tangent_p is linear
+in the tangents, all of them at once. So its transposition is the backward pass of a
+layer, and can compute together what the gradients have in common: the cotangent times
+the slopes. Those are known by z, which the forward pass has saved, or which is computed
+again (`Product.recomputes`).
 
 Derivatives of all orders and both modes follow: tangent_p is differentiated by the
 products and element-wise operations that it stands for.
@@ -15,13 +17,17 @@ products and element-wise operations that it stands for.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+import dataclasses
 import functools
+from typing import Any
 
 import jax
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from jaxgemm.checkpoint_policies import name_product
 from jaxgemm.lowering import epilogue
@@ -32,192 +38,253 @@ from pallas_kernels import activations
 from pallas_kernels.problem import NONE
 
 tangent_p = Primitive("jaxgemm_linear_tangent")
-# Operands of tangent_p: lhs, rhs, what the slope is known by, and the tangents of those
-# of (lhs, rhs, bias) that have one, which `moving` says.
-Moving = tuple[bool, bool, bool]
 
 
 # -- linear_p ----------------------------------------------------------------------
 
 
 # Without it: "Abstract evaluation for 'jaxgemm_linear' not implemented".
-def _abstract_eval(lhs, rhs, *others, product: Product):
-  aval = result_type(lhs, rhs, product)
-  c, bias = product.named(others)
+def _abstract_eval(*operands, product: Product):
+  lhs, factors, c, biases = product.named(operands)
+  aval = result_type(lhs, factors[0], product)
+  if product.gated and factors[1].shape != factors[0].shape:
+    raise TypeError(f"the two rhs have shapes {factors[0].shape}, {factors[1].shape}")
   if c is not None and c.shape != aval.shape:
     raise TypeError(f"the residual has shape {c.shape}, the product {aval.shape}")
   cols = aval.shape[len(aval.shape) - product.dims.n :]
-  if bias is not None and bias.shape != cols:
-    raise TypeError(f"bias has shape {bias.shape}, and the product columns {cols}")
-  return [aval] * (1 + product.saves)
+  for bias in biases:
+    if bias.shape != cols:
+      raise TypeError(f"bias has shape {bias.shape}, and the product columns {cols}")
+  return [aval] * product.num_results
 
 
-def unfused(lhs, rhs, *others, product: Product) -> list[jax.Array]:
+def unfused(*operands, product: Product) -> list[jax.Array]:
   """The results of linear_p by operations that have rules of their own."""
+  lhs, factors, c, biases = product.named(operands)
   linear = product.linear.replace(alpha=1.0, out_dtype="float32")
-  return epilogue(product, gemm_p.bind(lhs, rhs, product=linear), *others)
+  products = [gemm_p.bind(lhs, rhs, product=linear) for rhs in factors]
+  return epilogue(product, products, c, biases)
 
 
 # Without it: "Differentiation rule for 'jaxgemm_linear' not implemented".
 def _jvp(primals, tangents, *, product: Product):
-  lhs, rhs, *others = primals
-  _, bias = product.named(others)
-  c_dot, bias_dot = product.named(tangents[2:])
-  known = product.activation == NONE or product.recomputes
-  saving = product.replace(saves=not known or product.saves)
+  operands, dots = product.named(primals), product.named(tangents)
+  known = not _needs_entering(product) or product.recomputes
+  saving = product.replace(saves=product.saves or not known)
   found = linear_p.bind(*primals, product=saving)
-  has_batch = bool(product.dims.b)
-  found = [name_product(x, has_batch=has_batch) for x in found]
-  moving = tuple(_moves(x) for x in (tangents[0], tangents[1], bias_dot))
-  dots = [x for x in (tangents[0], tangents[1], bias_dot) if _moves(x)]
-
-  def tangent(product: Product):
-    if not dots:
-      return ad.Zero.from_primal_value(found[0])
-    slope_of = _slope_of(product, found, bias)
-    return tangent_p.bind(lhs, rhs, *slope_of, *dots, product=product, moving=moving)
-
-  out_dot = tangent(product)
-  if _moves(c_dot):
-    c_dot = scaled(c_dot, product.beta, product.out_dtype)
-    out_dot = ad.add_tangents(out_dot, c_dot)
+  found = [name_product(x, has_batch=bool(product.dims.b)) for x in found]
+  moving = [dots.lhs, *dots.rhs, *dots.biases]
+  if any(map(_moves, moving)):
+    known_by = ()
+    if _needs_entering(product):
+      known_by = operands.biases if product.recomputes else found[1:]
+    out_dot = Tangent.bind(product, operands, known_by, moving)
+  else:
+    out_dot = ad.Zero.from_primal_value(found[0])
+  if dots.c is not None and _moves(dots.c):
+    out_dot = ad.add_tangents(out_dot, scaled(dots.c, product.beta, product.out_dtype))
   if not product.saves:
     return found[:1], [out_dot]
-  return found, [out_dot, tangent(product.replace(activation=NONE))]
+  others = [
+      _entering_dot(product, operands, dots, i) for i in range(product.num_results - 1)
+  ]
+  return found, [out_dot, *others]
 
 
-def _slope_of(product: Product, found, bias) -> tuple[jax.Array, ...]:
-  """What the slope is known by, beside lhs and rhs."""
-  if product.activation == NONE:
-    return ()
-  if not product.recomputes:
-    return (found[1],)
-  return () if bias is None else (bias,)
+def _entering_dot(product: Product, operands, dots, index: int):
+  """The tangent of what enters the activation, of one rhs."""
+  alone = product.replace(gated=False, activation=NONE)
+  moving = [dots.lhs, dots.rhs[index], *dots.biases[index : index + 1]]
+  if not any(map(_moves, moving)):
+    aval = result_type(
+        *map(jax.typeof, (operands.lhs, operands.rhs[index])), product
+    )
+    return ad.Zero(aval.to_tangent_aval())
+  operands = operands._replace(rhs=operands.rhs[index : index + 1])
+  return Tangent.bind(alone, operands, (), moving)
+
+
+def _needs_entering(product: Product) -> bool:
+  """Whether slopes depend on what enters the activation."""
+  return product.gated or product.activation != NONE
 
 
 def _moves(x) -> bool:
-  return x is not None and type(x) is not ad.Zero
+  return type(x) is not ad.Zero
 
 
 # Without it: "Batching rule for 'jaxgemm_linear' not implemented".
-def _batch(operands, axes, *, product: Product):
+def _batch(arrays, axes, *, product: Product):
   """A batch of lhs (and c) joins the rows; with any other the product is not fused."""
-  lhs, rhs, *others = operands
-  lhs_axis, rhs_axis, *other_axes = axes
-  c, bias = product.named(others)
-  c_axis, bias_axis = product.named(other_axes)
+  operands, axis_of = product.named(arrays), product.named(axes)
   dims = product.dims
   foldable = not dims.b and dims.lhs.endswith("mk")
-  if lhs_axis is None or rhs_axis is not None or bias_axis is not None or not foldable:
+  others = {*axis_of.rhs, *axis_of.biases}
+  if axis_of.lhs is None or others != {None} or not foldable:
     function = functools.partial(unfused, product=product)
-    return jax.vmap(function, axes)(*operands), [0] * (1 + product.saves)
-  size = lhs.shape[lhs_axis]
-  operands = [jnp.moveaxis(lhs, lhs_axis, 0), rhs]
-  if c is not None:
-    operands.append(
-        lax.broadcast(c, (size,)) if c_axis is None else jnp.moveaxis(c, c_axis, 0)
-    )
-  if bias is not None:
-    operands.append(bias)
+    return jax.vmap(function, tuple(axes))(*arrays), [0] * product.num_results
+  lhs = jnp.moveaxis(operands.lhs, axis_of.lhs, 0)
+  c = ()
+  if operands.c is not None and axis_of.c is None:
+    c = (lax.broadcast(operands.c, lhs.shape[:1]),)
+  elif operands.c is not None:
+    c = (jnp.moveaxis(operands.c, axis_of.c, 0),)
   sharding = product.out_sharding
   if sharding is not None:
-    first = jax.typeof(operands[0]).sharding.spec[0]
-    spec = jax.sharding.PartitionSpec(first, *sharding.spec)
+    spec = PartitionSpec(jax.typeof(lhs).sharding.spec[0], *sharding.spec)
     sharding = sharding.update(spec=spec)
   product = product.replace(
-      dims=type(dims)(dims.lhs, dims.rhs, dims.b, dims.m + 1, dims.n, dims.k),
-      out_sharding=sharding,
+      dims=dataclasses.replace(dims, m=dims.m + 1), out_sharding=sharding
   )
-  return bind(*operands, product=product), [0] * (1 + product.saves)
+  found = bind(lhs, *operands.rhs, *c, *operands.biases, product=product)
+  return found, [0] * product.num_results
 
 
 # -- tangent_p ---------------------------------------------------------------------
 
 
-def _num_known(product: Product) -> int:
-  """Operands of tangent_p before the tangents."""
-  if product.activation == NONE or (product.recomputes and not product.has_bias):
-    return 2
-  return 3
+@dataclasses.dataclass(frozen=True)
+class Tangent:
+  """The parameters of tangent_p, and what its operands are.
+
+  They are lhs, each rhs, what the slopes are known by, and the tangents of those of
+  lhs, each rhs and each bias that have one.
+
+  Attributes:
+    product: of linear_p; without c and further results.
+    moving: which of lhs, each rhs and each bias have a tangent.
+  """
+
+  product: Product
+  moving: tuple[bool, ...]
+
+  @classmethod
+  def bind(cls, product: Product, operands, known_by, dots) -> jax.Array:
+    """tangent_p of operands and of tangents (those of lhs, each rhs and each bias)."""
+    product = product.replace(beta=0.0, saves=False)
+    tangent = cls(product, tuple(map(_moves, dots)))
+    moving = [x for x in dots if _moves(x)]
+    return tangent_p.bind(
+        operands.lhs, *operands.rhs, *known_by, *moving, tangent=tangent
+    )
+
+  @property
+  def num_known(self) -> int:
+    """Operands before the tangents."""
+    count = 1 + self.product.gated
+    if not _needs_entering(self.product):
+      return 1 + count
+    if self.product.recomputes:
+      return 1 + count + count * self.product.has_bias
+    return 1 + 2 * count
+
+  def split(self, operands: Sequence[Any]):
+    """(lhs, each rhs, what the slopes are known by, tangents or None for each)."""
+    count = 1 + self.product.gated
+    dots = iter(operands[self.num_known :])
+    return (
+        operands[0], tuple(operands[1 : 1 + count]),
+        operands[1 + count : self.num_known],
+        [next(dots) if moves else None for moves in self.moving],
+    )
+
+  def slopes(self, lhs, factors, known_by) -> list[jax.Array] | None:
+    """What the tangent of each product is multiplied by, float32; None: by nothing."""
+    product = self.product
+    if not _needs_entering(product):
+      return None
+    if product.recomputes:
+      again = product.linear.replace(has_bias=product.has_bias, out_dtype="float32")
+      entering = []
+      for i, rhs in enumerate(factors):
+        out = bind(lhs, rhs, *known_by[i : i + 1], product=again)
+        entering.append(out[0] if again.is_fused else out)
+    else:
+      entering = [lax.convert_element_type(x, jnp.float32) for x in known_by]
+    slope = activations.slope(product.activation, entering[0])
+    if not product.gated:
+      return [slope]
+    return [slope * entering[1], activations.apply(product.activation, entering[0])]
 
 
-def _entering(lhs, rhs, slope_of, product: Product):
-  """What enters the activation, in float32."""
-  if product.recomputes:
-    again = product.linear.replace(has_bias=product.has_bias, out_dtype="float32")
-    found = bind(lhs, rhs, *slope_of, product=again)
-    return found[0] if again.is_fused else found
-  return lax.convert_element_type(slope_of[0], jnp.float32)
-
-
-def _tangent(lhs, rhs, *rest, product: Product, moving: Moving):
+def _tangent(*operands, tangent: Tangent):
   """What tangent_p computes, by operations that have rules of their own."""
-  num_known = _num_known(product) - 2
-  slope_of, dots = rest[:num_known], iter(rest[num_known:])
-  linear = product.linear.replace(out_dtype="float32")
-  terms = []
-  if moving[0]:
-    terms.append(gemm_p.bind(next(dots), rhs, product=linear))
-  if moving[1]:
-    terms.append(gemm_p.bind(lhs, next(dots), product=linear))
-  if moving[2]:
-    bias_dot = lax.convert_element_type(next(dots), jnp.float32)
-    shape = result_type(jax.typeof(lhs), jax.typeof(rhs), linear).shape
-    terms.append(jnp.broadcast_to(bias_dot, shape))
-  out = functools.reduce(ad.add_jaxvals, terms)
-  if product.activation != NONE:
-    entering = _entering(lhs, rhs, slope_of, product)
-    out = out * activations.slope(product.activation, entering)
-  return lax.convert_element_type(out, jnp.dtype(product.out_dtype))
+  lhs, factors, known_by, (lhs_dot, *dots) = tangent.split(operands)
+  slopes = tangent.slopes(lhs, factors, known_by)
+  linear = tangent.product.linear.replace(out_dtype="float32")
+  shape = result_type(*map(jax.typeof, (lhs, factors[0])), linear).shape
+  sums = []
+  for i, rhs in enumerate(factors):
+    terms = []
+    if lhs_dot is not None:
+      terms.append(gemm_p.bind(lhs_dot, rhs, product=linear))
+    if dots[i] is not None:
+      terms.append(gemm_p.bind(lhs, dots[i], product=linear))
+    if tangent.product.has_bias and dots[len(factors) + i] is not None:
+      bias_dot = lax.convert_element_type(dots[len(factors) + i], jnp.float32)
+      terms.append(jnp.broadcast_to(bias_dot, shape))
+    if terms:
+      total = functools.reduce(ad.add_jaxvals, terms)
+      sums.append(total if slopes is None else total * slopes[i])
+  out = functools.reduce(ad.add_jaxvals, sums)
+  return lax.convert_element_type(out, jnp.dtype(tangent.product.out_dtype))
 
 
-def _tangent_impl(*operands, product: Product, moving: Moving):
+def _tangent_impl(*operands, tangent: Tangent):
   with jax.disable_jit(False):
-    return _jitted_tangent(product, moving)(*operands)
+    return _jitted_tangent(tangent)(*operands)
 
 
 @functools.lru_cache(maxsize=4096)
-def _jitted_tangent(product: Product, moving: Moving):
-  return jax.jit(functools.partial(_tangent, product=product, moving=moving))
+def _jitted_tangent(tangent: Tangent):
+  return jax.jit(functools.partial(_tangent, tangent=tangent))
 
 
-def _tangent_abstract_eval(lhs, rhs, *rest, product: Product, moving: Moving):
-  return result_type(lhs, rhs, product)
+def _tangent_abstract_eval(lhs, rhs, *rest, tangent: Tangent):
+  return result_type(lhs, rhs, tangent.product)
 
 
-def _tangent_jvp(primals, tangents, *, product: Product, moving: Moving):
+def _tangent_jvp(primals, tangents, *, tangent: Tangent):
   tangents = tuple(ad.instantiate_zeros(x) for x in tangents)
-  function = functools.partial(_tangent, product=product, moving=moving)
+  function = functools.partial(_tangent, tangent=tangent)
   return jax.jvp(function, tuple(primals), tangents)
 
 
 # Without it: "Transpose rule (for reverse-mode differentiation) for
 # 'jaxgemm_linear_tangent' not implemented".
-def _tangent_transpose(ct, lhs, rhs, *rest, product: Product, moving: Moving):
-  """The backward pass: the gradients of lhs, rhs and bias, of one slope."""
-  num_known = _num_known(product)
-  undefined = rest[num_known - 2 :]
+def _tangent_transpose(ct, *operands, tangent: Tangent):
+  """The backward pass: the gradients of lhs, each rhs and each bias, of one slope."""
+  lhs, factors, known_by, (lhs_dot, *dots) = tangent.split(operands)
+  nothing = [None] * tangent.num_known
   if type(ct) is ad.Zero:
-    return [None] * num_known + [ad.Zero(x.aval.to_ct_aval()) for x in undefined]
-  if product.activation != NONE:
-    entering = _entering(lhs, rhs, rest[: num_known - 2], product)
-    slope = activations.slope(product.activation, entering)
-    ct = (lax.convert_element_type(ct, jnp.float32) * slope).astype(ct.dtype)
-  avals, grads = iter(x.aval for x in undefined), []
-  for index, other in enumerate((rhs, lhs)):
-    if moving[index]:
-      grads.append(gradient(ct, other, next(avals), index, product.linear))
-  if moving[2]:
-    aval = next(avals)
-    rows = tuple(range(ct.ndim - aval.ndim))
-    total = jnp.sum(ct, rows, dtype=jnp.float32)
-    grads.append(lax.convert_element_type(total, aval.dtype))
-  return [None] * num_known + grads
+    undefined = operands[tangent.num_known :]
+    return nothing + [ad.Zero(x.aval.to_ct_aval()) for x in undefined]
+  cts = [ct]
+  slopes = tangent.slopes(lhs, factors, known_by)
+  if slopes is not None:
+    wide = lax.convert_element_type(ct, jnp.float32)
+    cts = [lax.convert_element_type(wide * slope, ct.dtype) for slope in slopes]
+  product, grads = tangent.product.linear, []
+  if lhs_dot is not None:
+    parts = [
+        gradient(dz, rhs, lhs_dot.aval, 0, product)
+        for dz, rhs in zip(cts, factors, strict=True)
+    ]
+    grads.append(functools.reduce(ad.add_jaxvals, parts))
+  for dz, dot in zip(cts, dots, strict=False):
+    if dot is not None:
+      grads.append(gradient(dz, lhs, dot.aval, 1, product))
+  for dz, dot in zip(cts, dots[len(factors) :], strict=False):
+    if dot is not None:
+      rows = tuple(range(dz.ndim - dot.aval.ndim))
+      total = jnp.sum(dz, rows, dtype=jnp.float32)
+      grads.append(lax.convert_element_type(total, dot.aval.dtype))
+  return nothing + grads
 
 
-def _tangent_batch(operands, axes, *, product: Product, moving: Moving):
-  function = functools.partial(_tangent, product=product, moving=moving)
-  return jax.vmap(function, axes)(*operands), 0
+def _tangent_batch(operands, axes, *, tangent: Tangent):
+  function = functools.partial(_tangent, tangent=tangent)
+  return jax.vmap(function, tuple(axes))(*operands), 0
 
 
 # -- Registrations -----------------------------------------------------------------

@@ -1,12 +1,15 @@
-"""linear: a layer's product with bias, activation and residual in one kernel.
+"""Layers: products with bias, activation and residual in one kernel.
 
 The kernel adds the bias to its float32 sums, applies the activation and adds the
-residual before it rounds and stores: none of these is a pass of its own. Derivatives
-save what enters the activation, which the same kernel stores beside the result, or
-compute it again: see `jaxgemm.fused`.
+residual before it rounds and stores: none of these is a pass of its own. A gated layer's
+two products are of one kernel that reads x once. Derivatives save what enters the
+activation, which the same kernel stores beside the result, or compute it again: see
+`jaxgemm.fused`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import jax
 from jax import lax
@@ -19,6 +22,7 @@ from pallas_kernels import activations
 from pallas_kernels.problem import NONE, OUT_DTYPES, Activation, Config
 
 SAVES = ("preactivation", "nothing")
+PACKED = ("concatenated", "interleaved")  # Two weights in one array.
 
 
 def linear(
@@ -55,35 +59,117 @@ def linear(
     h = jaxgemm.linear(x, w1, b1, activation="gelu")
     y = jaxgemm.linear(h, w2, b2, residual=x)
   """
-  x, w = as_array("linear", x), as_array("linear", w)
-  shapes = f"x has shape {x.shape} and w {w.shape}"
-  if not x.ndim or w.ndim != 2:
-    raise ValueError(f"linear: {shapes}; w must be a matrix, and x no scalar")
-  k, n = w.shape[::-1] if transposed else w.shape
-  if x.shape[-1] != k:
-    raise TypeError(f"linear: {shapes}; the last dimension of x must be k={k}")
+  w = as_array("linear", w)
+  return _layer(
+      "linear", x, {"w": w}, {"bias": bias}, activation, residual, scale, precision,
+      preferred_element_type, transposed, save, implementation, config,
+  )
+
+
+def gated_linear(
+    x, w_gate, w_up=None, *, bias_gate=None, bias_up=None,
+    activation: Activation | None = "silu", residual=None, scale=1, precision=None,
+    preferred_element_type=None, transposed: bool = False, packed: str = "concatenated",
+    save: str = "preactivation", implementation: str | None = None,
+    config: Config | None = None,
+) -> jax.Array:
+  """Returns activation(scale * x @ w_gate + bias_gate) * (scale * x @ w_up + bias_up).
+
+  SwiGLU with "silu", GEGLU with "gelu", GLU with "sigmoid". Both products are formed at
+  once, from each tile of x.
+
+  Args:
+    x: [*batch, k].
+    w_gate, w_up: [k, n] each, or [n, k] if `transposed`. Or w_gate alone, both in one
+      array [k, 2 * n] (or [2 * n, k]), as `packed` says; they are then cut out first.
+    bias_gate, bias_up: None, or [n]; both or none.
+    residual: None, or an array that broadcasts to [*batch, n]; added at last.
+    packed: "concatenated", the gate's columns first, or "interleaved", theirs in turn.
+    activation, scale, precision, preferred_element_type, transposed, save,
+      implementation, config: as for jaxgemm.linear.
+  Returns: [*batch, n].
+  Raises:
+    TypeError: the shapes of x, the weights or the biases do not fit; the message names
+      them.
+    ValueError: as jaxgemm.linear; or `packed` is unknown, or one bias is missing.
+  Example: h = jaxgemm.gated_linear(x, params["gate"], params["up"])
+  Source: Shazeer, "GLU variants improve transformer" (2020).
+  """
+  w_gate = as_array("gated_linear", w_gate)
+  if w_up is None:
+    w_gate, w_up = _unpacked(w_gate, packed, 0 if transposed else 1)
+  w_up = as_array("gated_linear", w_up)
+  if w_gate.shape != w_up.shape:
+    raise TypeError(
+        f"gated_linear: w_gate has shape {w_gate.shape} and w_up {w_up.shape}; they must"
+        " be the same"
+    )
+  if (bias_gate is None) != (bias_up is None):
+    raise ValueError("gated_linear: bias_gate and bias_up are given both or not at all")
+  return _layer(
+      "gated_linear", x, {"w_gate": w_gate, "w_up": w_up},
+      {"bias_gate": bias_gate, "bias_up": bias_up}, activation, residual, scale,
+      precision, preferred_element_type, transposed, save, implementation, config,
+  )
+
+
+def _unpacked(w, packed: str, axis: int) -> tuple[jax.Array, jax.Array]:
+  """The two weights in one array."""
+  if packed not in PACKED:
+    raise ValueError(
+        f"gated_linear: packed={packed!r} must be one of {', '.join(PACKED)}"
+    )
+  if w.ndim != 2 or w.shape[axis] % 2:
+    raise TypeError(
+        f"gated_linear: w_gate has shape {w.shape}; without w_up it must be a matrix"
+        f" whose dimension {axis} holds two"
+    )
+  if packed == "concatenated":
+    gate, up = jnp.split(w, 2, axis)
+    return gate, up
+  gate, up = (lax.slice_in_dim(w, i, None, 2, axis) for i in range(2))
+  return gate, up
+
+
+def _layer(
+    name: str, x, weights: dict[str, jax.Array], biases: dict[str, jax.Array | None],
+    activation, residual, scale, precision, preferred_element_type, transposed: bool,
+    save: str, implementation, config,
+) -> jax.Array:
+  """One weight: linear; two: gated."""
+  x = as_array(name, x)
+  for key, w in weights.items():
+    shapes = f"x has shape {x.shape} and {key} {w.shape}"
+    if not x.ndim or w.ndim != 2:
+      raise ValueError(f"{name}: {shapes}; {key} must be a matrix, and x no scalar")
+    k, n = w.shape[::-1] if transposed else w.shape
+    if x.shape[-1] != k:
+      raise TypeError(f"{name}: {shapes}; the last dimension of x must be k={k}")
   activation = NONE if activation is None else activation
   if (reason := activations.check(activation)) is not None:
-    raise ValueError(f"linear: {reason}")
+    raise ValueError(f"{name}: {reason}")
   if save not in SAVES:
-    raise ValueError(f"linear: save={save!r} must be one of {', '.join(SAVES)}")
-  if bias is not None:
-    bias = as_array("linear", bias)
-    if bias.shape != (n,):
-      raise TypeError(f"linear: bias has shape {bias.shape}, and w has n={n} columns")
+    raise ValueError(f"{name}: save={save!r} must be one of {', '.join(SAVES)}")
+  given = []
+  for key, bias in biases.items():
+    if bias is not None:
+      bias = as_array(name, bias)
+      if bias.shape != (n,):
+        raise TypeError(f"{name}: {key} has shape {bias.shape}, and w has n={n} columns")
+      given.append(bias)
   scale = static_factor(scale)
   if not isinstance(scale, float):
     x, scale = (x * scale).astype(x.dtype), 1.0
-  dtype = jnp.result_type(x, w)
-  x, w = lax.convert_element_type(x, dtype), lax.convert_element_type(w, dtype)
+  dtype = jnp.result_type(x, *weights.values())
+  x, *factors = (lax.convert_element_type(v, dtype) for v in (x, *weights.values()))
   shape = (*x.shape[:-1], n)
   if residual is not None:
-    residual = as_array("linear", residual)
+    residual = as_array(name, residual)
     try:
       residual = jnp.broadcast_to(residual, shape)
     except ValueError:
       raise ValueError(
-          f"linear: residual has shape {residual.shape}, which does not broadcast to the"
+          f"{name}: residual has shape {residual.shape}, which does not broadcast to the"
           f" result's {shape}"
       ) from None
   product, reason = product_of(
@@ -93,17 +179,24 @@ def linear(
   if reason or dtype.itemsize == 1:
     if implementation not in (None, "xla"):
       raise ValueError(f"implementation {implementation!r} cannot serve: {reason}")
-    return _by_xla(x, w.T if transposed else w, bias, residual, activation, scale,
-                   precision, jnp.dtype(product.out_dtype))
+    if transposed:
+      factors = [w.T for w in factors]
+    return _by_xla(
+        x, factors, given, residual, activation, scale, precision,
+        jnp.dtype(product.out_dtype),
+    )
   product = product.replace(
-      alpha=scale, beta=0.0 if residual is None else 1.0, has_bias=bias is not None,
-      activation=activation, recomputes=save == "nothing",
+      alpha=scale, beta=0.0 if residual is None else 1.0, has_bias=bool(given),
+      activation=activation, gated=len(factors) == 2, recomputes=save == "nothing",
   )
   others = [
       v if v.dtype.name in OUT_DTYPES else lax.convert_element_type(v, jnp.float32)
-      for v in (residual, bias) if v is not None
+      for v in (residual, *given) if v is not None
   ]
-  return contract("linear", x, w, _axes(x.ndim, transposed), product, others=others)
+  return contract(
+      name, x, factors[0], _axes(x.ndim, transposed), product,
+      others=[*factors[1:], *others],
+  )
 
 
 def _axes(rank: int, transposed: bool) -> tuple[Axes, Axes, Axes]:
@@ -111,13 +204,19 @@ def _axes(rank: int, transposed: bool) -> tuple[Axes, Axes, Axes]:
   return (*rows, "k"), ("n", "k") if transposed else ("k", "n"), (*rows, "n")
 
 
-def _by_xla(x, w, bias, residual, activation, scale, precision, out_dtype):
+def _by_xla(
+    x, factors: Sequence[jax.Array], biases: Sequence[jax.Array], residual, activation,
+    scale: float, precision, out_dtype,
+) -> jax.Array:
   """What no kernel serves: in the dtype of the result, or float32 if that is wider."""
   wide = jnp.promote_types(out_dtype, jnp.float32)
-  out = jnp.matmul(x, w, precision=precision, preferred_element_type=wide) * scale
-  if bias is not None:
-    out = out + bias.astype(wide)
-  out = activations.apply(activation, out)
+  entering = []
+  for i, w in enumerate(factors):
+    z = jnp.matmul(x, w, precision=precision, preferred_element_type=wide) * scale
+    entering.append(z + biases[i].astype(wide) if biases else z)
+  out = activations.apply(activation, entering[0])
+  if len(entering) == 2:
+    out = out * entering[1]
   if residual is not None:
     out = out + residual.astype(wide)
   return out.astype(out_dtype)

@@ -15,51 +15,61 @@ from jaxgemm.recording import record
 from pallas_kernels import activations, compat
 
 
-def xla_product(product: Product, lhs, rhs, *others, cuda: bool):
+def xla_product(product: Product, *operands, cuda: bool):
   """The product by lax.dot_general, from the operands as they are stored.
 
   Of a fused product the list of its results.
   """
   dims, out_dtype = product.dims, jnp.dtype(product.out_dtype)
+  lhs, factors, c, biases = product.named(operands)
   # XLA rounds to the operands' dtype or to float32 (int32) by itself; any other result,
   # and an epilogue, starts from float32. A layer's starts from the result's dtype, as
   # layers do without us: float32 arrays between XLA's kernels would take twice the time.
   dtypes = (lhs.dtype, jnp.int32 if lhs.dtype == jnp.int8 else jnp.float32)
-  plain = product.alpha == 1.0 and not others and not product.is_fused
+  plain = product.alpha == 1.0 and c is None and not product.is_fused
   narrow = (plain or product.is_fused) and out_dtype in dtypes
-  out = lax.dot_general(
-      lhs, rhs, dims.dimension_numbers,
-      precision=(for_xla if cuda else _portable)(product.precision),
-      preferred_element_type=out_dtype if narrow else jnp.float32,
-      out_sharding=lax_out_sharding(product),
-  )
-  if dims.lax_out != dims.out:
-    names = dims.names(dims.lax_out)
-    out = lax.transpose(out, [names.index(name) for name in dims.names(dims.out)])
-  return out if plain and narrow else epilogue(product, out, *others)
+
+  def multiply(rhs):
+    out = lax.dot_general(
+        lhs, rhs, dims.dimension_numbers,
+        precision=(for_xla if cuda else _portable)(product.precision),
+        preferred_element_type=out_dtype if narrow else jnp.float32,
+        out_sharding=lax_out_sharding(product),
+    )
+    if dims.lax_out != dims.out:
+      names = dims.names(dims.lax_out)
+      out = lax.transpose(out, [names.index(name) for name in dims.names(dims.out)])
+    return out
+
+  products = [multiply(rhs) for rhs in factors]
+  return products[0] if plain and narrow else epilogue(product, products, c, biases)
 
 
-def epilogue(product: Product, out, *others):
-  """activation(alpha * out + bias) + beta * c in float32, then the cast.
+def epilogue(product: Product, products, c, biases):
+  """activation(alpha * product + bias) + beta * c in float32, then the cast.
 
-  Of a fused product the list of its results.
+  `products` are those of lhs and each rhs. Of a fused product the list of results.
   """
-  c, bias = product.named(others)
-  if product.is_fused:
-    out = lax.convert_element_type(out, jnp.float32)
-  if product.alpha != 1.0:
-    out = lax.mul(out, jnp.full_like(out, product.alpha))
-  if bias is not None:
-    out = out + lax.convert_element_type(bias, out.dtype)
-  found = [out] if product.saves else []
-  out = activations.apply(product.activation, out)
+  entering = []
+  for i, out in enumerate(products):
+    if product.is_fused:
+      out = lax.convert_element_type(out, jnp.float32)
+    if product.alpha != 1.0:
+      out = lax.mul(out, jnp.full_like(out, product.alpha))
+    if biases:
+      out = out + lax.convert_element_type(biases[i], out.dtype)
+    entering.append(out)
+  out = activations.apply(product.activation, entering[0])
+  if product.gated:
+    out = out * entering[1]
   if c is not None:
     c = lax.convert_element_type(c, out.dtype)
     if product.beta != 1.0:
       c = lax.mul(c, jnp.full_like(c, product.beta))
     out = lax.add(out, c)
   out_dtype = jnp.dtype(product.out_dtype)
-  found = [lax.convert_element_type(x, out_dtype) for x in (out, *found)]
+  found = [out, *entering][: product.num_results]
+  found = [lax.convert_element_type(x, out_dtype) for x in found]
   return found if product.is_fused else found[0]
 
 
@@ -88,9 +98,9 @@ def planned_device(product: Product) -> Device | None:
   return current_device()
 
 
-def local_plan(product: Product, lhs, rhs, *others) -> plans.Plan:
+def local_plan(product: Product, *operands) -> plans.Plan:
   """The plan of a product whose operands lie whole on one device."""
-  c, _ = product.named(others)
+  lhs, (rhs, *_), c, _ = product.named(operands)
   problem = product.problem(
       lhs.shape, rhs.shape, lhs.dtype.name, None if c is None else c.dtype.name
   )
@@ -107,35 +117,39 @@ def local_plan(product: Product, lhs, rhs, *others) -> plans.Plan:
     return plans.make_plan(problem, device)
 
 
-def local_product(product: Product, lhs, rhs, *others):
+def local_product(product: Product, *operands):
   """The product on one device: by the planned kernel, or by XLA's dot.
 
   Of a fused product the list of its results.
   """
   emulated = product.target is not None and product.target.emulate
-  plan = local_plan(product, lhs, rhs, *others)
+  plan = local_plan(product, *operands)
   if plan.kernel == "xla":
     return xla_product(
-        product.replace(out_sharding=None), lhs, rhs, *others, cuda=not emulated
+        product.replace(out_sharding=None), *operands, cuda=not emulated
     )
   dims = product.dims
-  c, bias = product.named(others)
-  stored = [(dims.lhs, lhs), (dims.rhs, rhs)]
+  lhs, factors, c, biases = product.named(operands)
+
+  def folded(groups, x):
+    return lax.reshape(x, product.folded_shape(groups, x.shape))
+
+  rhs = tuple(folded(dims.rhs, x) for x in factors)
+  arrays = [folded(dims.lhs, lhs), rhs if product.gated else rhs[0]]
   if c is not None:
-    stored.append((dims.out, c))
-  operands = [lax.reshape(x, product.folded_shape(g, x.shape)) for g, x in stored]
-  if bias is not None:
-    operands.append(lax.reshape(bias, (bias.size,)))
+    arrays.append(folded(dims.out, c))
+  arrays += [lax.reshape(x, (x.size,)) for x in biases]
   device = planned_device(product)
   assert device is not None
   if emulated:
-    found = emulated_product(plan, operands, device)
+    found = emulated_product(plan, arrays, device)
   else:
-    found = plans.run(plan, operands, device)
-  shape = dims.out_shape(lhs.shape, rhs.shape)
+    found = plans.run(plan, arrays, device)
+  shape = dims.out_shape(lhs.shape, factors[0].shape)
   if not product.is_fused:
     return lax.reshape(found, shape)
-  return [lax.reshape(x, shape) for x in (found if product.saves else (found,))]
+  found = found if product.saves else (found,)
+  return [lax.reshape(x, shape) for x in found]
 
 
 def emulated_product(plan: plans.Plan, operands, device: Device) -> jax.Array:
@@ -148,13 +162,13 @@ def emulated_product(plan: plans.Plan, operands, device: Device) -> jax.Array:
   def host(*arrays):
     def interpret(params):
       with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        return plans.run(plan, tuple(map(jnp.asarray, arrays)), device, params)
+        return plans.run(plan, jax.tree.map(jnp.asarray, arrays), device, params)
 
     return compat.run_interpreted(interpret)
 
   out = jax.ShapeDtypeStruct(plan.problem.out_shape, jnp.dtype(plan.problem.out_dtype))
-  if plan.problem.epilogue.saves:
-    out = out, out
+  if num_saved := plan.problem.epilogue.num_saved:
+    out = (out,) * (1 + num_saved)
   return jax.pure_callback(host, out, *operands)
 
 

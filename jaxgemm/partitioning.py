@@ -11,9 +11,10 @@ must one operand move: each choice is tried, and the cheapest is taken.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import dataclasses
 import functools
+import inspect
 import itertools
 import math
 
@@ -41,28 +42,36 @@ def partitioned_product(product: Product, num_operands: int, bind):
     bind: bind(*operands, product=product) computes the product of one shard.
   """
   dims = product.dims
-  has_c = num_operands - 2 > product.has_bias
-  groups = (dims.lhs, dims.rhs) + (dims.out,) * has_c + ("n",) * product.has_bias
+  num_rhs = 1 + product.gated
+  biases = ("n",) * (num_rhs * product.has_bias)
+  has_c = num_operands - 1 - num_rhs > len(biases)
+  groups = (dims.lhs,) + (dims.rhs,) * num_rhs + (dims.out,) * has_c + biases
 
-  # Only the types of the results of these two count: `_partition` has the rest. And
-  # custom_partitioning reads their signature, which may not be *operands.
-  def two(lhs, rhs):
-    return xla_product(product, lhs, rhs, cuda=True)
+  # Only the types of its results count: `_partition` has the rest.
+  def whole(*operands):
+    return xla_product(product, *operands, cuda=True)
 
-  def three(lhs, rhs, other):
-    return xla_product(product, lhs, rhs, other, cuda=True)
-
-  def four(lhs, rhs, c, bias):
-    return xla_product(product, lhs, rhs, c, bias, cuda=True)
-
-  function = custom_partitioning((two, three, four)[num_operands - 2])
+  function = custom_partitioning(with_arity(whole, num_operands))
   operands = ", ".join(" ".join(dims.names(g)) for g in groups)
-  results = ", ".join([" ".join(dims.names(dims.out))] * (1 + product.saves))
+  results = ", ".join([" ".join(dims.names(dims.out))] * product.num_results)
   function.def_partition(
       functools.partial(_partition, product, groups, bind),
       sharding_rule=f"{operands} -> {results}",
       reduction_factors=tuple(dims.names("k")),
   )
+  return function
+
+
+def with_arity[T](function: Callable[..., T], count: int) -> Callable[..., T]:
+  """The function, with a signature of `count` operands by name.
+
+  custom_partitioning binds its arguments by the signature, which may not be *operands.
+  """
+  parameters = [
+      inspect.Parameter(f"operand{i}", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+      for i in range(count)
+  ]
+  function.__signature__ = inspect.Signature(parameters)
   return function
 
 
@@ -79,7 +88,8 @@ def _partition(product: Product, groups, bind, mesh, operands, result):
   ]
   first = result[0] if product.is_fused else result
   out = ShardedArray.of(dims.names(dims.out), first)
-  layout = choose_layout(arrays, out, dict(mesh.shape))
+  # The second rhs of a gated product lies as the first, and moves with it.
+  layout = choose_layout(arrays[:2] + arrays[2 + product.gated :], out, dict(mesh.shape))
 
   def shard(*operands):
     # A mesh with explicit axes in context would annotate what is local by now.
@@ -89,21 +99,23 @@ def _partition(product: Product, groups, bind, mesh, operands, result):
   def compute(*operands):
     if not (layout.summed or layout.scattered):
       return bind(*operands, product=product)
-    lhs, rhs, *others = operands
+    lhs, factors, c, biases = product.named(operands)
     # As XLA's dot does, the partial sums travel in the result's dtype, unless there
     # is more to be done with them.
-    plain = product.alpha == 1.0 and not others and not product.is_fused
+    plain = product.alpha == 1.0 and c is None and not product.is_fused
     partial = product if plain else product.linear.replace(
         alpha=1.0, out_dtype="float32"
     )
-    out = bind(lhs, rhs, product=partial)
+    products = [added(bind(lhs, rhs, product=partial)) for rhs in factors]
+    return products[0] if plain else epilogue(product, products, c, biases)
+
+  def added(out):
+    """The sum of the shards of k."""
     for name, axes in layout.scattered.items():
       out = lax.psum_scatter(
           out, axes, scatter_dimension=dims.names(dims.out).index(name), tiled=True
       )
-    if layout.summed:
-      out = lax.psum(out, layout.summed)
-    return out if plain else epilogue(product, out, *others)
+    return lax.psum(out, layout.summed) if layout.summed else out
 
   def sharding(array, parts):
     return NamedSharding(mesh, PartitionSpec(*(parts.get(n) for n in array.sizes)))
@@ -111,8 +123,9 @@ def _partition(product: Product, groups, bind, mesh, operands, result):
   shardings = [sharding(array, layout.parts) for array in arrays]
   out_parts = layout.parts | layout.scattered
   # c and bias are added after the reduction, as the result lies then.
-  shardings[2:] = [sharding(array, out_parts) for array in arrays[2:]]
-  results = [sharding(out, out_parts)] * (1 + product.saves)
+  num = 2 + product.gated
+  shardings[num:] = [sharding(array, out_parts) for array in arrays[num:]]
+  results = [sharding(out, out_parts)] * product.num_results
   return mesh, shard, results if product.is_fused else results[0], tuple(shardings)
 
 

@@ -299,7 +299,7 @@ def _batch_of_c(lhs, rhs, c, axis, product: Product):
   )
   c = _with_axis(c, axis, 0, None)
   out = lax.broadcast(out, (c.shape[0],))
-  return epilogue(product, out, c), 0
+  return epilogue(product, [out], c, ()), 0
 
 
 def _inserted(names, axis: int | None) -> tuple[str, ...]:

@@ -5,13 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 import dataclasses
 import math
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 from jaxgemm.contexts import Target
 from jaxgemm.dims import Dims, Shape
 from pallas_kernels.problem import NONE, Activation, Config, Epilogue, Problem
 
-T = TypeVar("T")
+
+class Operands[T](NamedTuple):
+  """The operands of a product.
+
+  Attributes:
+    lhs: lhs.
+    rhs: one, or of a gated product two.
+    c: c, or None.
+    biases: one for each rhs, or none.
+  """
+
+  lhs: T
+  rhs: tuple[T, ...]
+  c: T | None
+  biases: tuple[T, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +34,10 @@ class Product:
 
     activation(alpha * lhs @ rhs + bias) + beta * c
 
+  or, gated, activation(alpha * lhs @ gate + bias) * (alpha * lhs @ up + other_bias)
+  + beta * c. The operands are lhs, rhs (gate, up), c and the biases, in this order, as
+  far as there are any.
+
   Attributes:
     dims: how the dimensions of the operands pair up.
     out_dtype: dtype of the result, by name.
@@ -27,9 +45,10 @@ class Product:
     precision: what the user asked of XLA, for where XLA computes the product.
     alpha, beta: factors of the product and of the operand c, which is absent where
       beta is 0.
-    has_bias: whether there is an operand bias, the last one, of the dimensions n.
+    has_bias: whether there is a bias (of a gated product two), of the dimensions n.
     activation: see `pallas_kernels.activations`.
     saves: whether what enters the activation is a second result.
+    gated: whether rhs is two operands.
     recomputes: whether that is computed again for derivatives, rather than saved.
     implementation, config: as in jaxgemm.matmul.
     must_serve: whether the named implementation must serve or is only preferred, as
@@ -47,6 +66,7 @@ class Product:
   has_bias: bool = False
   activation: Activation = NONE
   saves: bool = False
+  gated: bool = False
   recomputes: bool = False
   implementation: str | None = None
   config: Config | None = None
@@ -71,19 +91,28 @@ class Product:
   @property
   def is_fused(self) -> bool:
     """Whether it is linear_p's, not gemm_p's."""
-    return self.has_bias or self.activation != NONE or self.saves
+    return self.has_bias or self.activation != NONE or self.saves or self.gated
+
+  @property
+  def num_results(self) -> int:
+    return 1 + self.saves * (1 + self.gated)
 
   @property
   def linear(self) -> Product:
     """alpha * lhs @ rhs alone."""
     return self.replace(
-        beta=0.0, has_bias=False, activation=NONE, saves=False, recomputes=False
+        beta=0.0, has_bias=False, activation=NONE, saves=False, gated=False,
+        recomputes=False,
     )
 
-  def named(self, others: Sequence[T]) -> tuple[T | None, T | None]:
-    """(c, bias) of the operands behind lhs and rhs; None for what there is not."""
-    has_c = len(others) > self.has_bias
-    return others[0] if has_c else None, others[-1] if self.has_bias else None
+  def named[T](self, operands: Sequence[T]) -> Operands[T]:
+    """The operands, or what belongs to each of them, by what they are."""
+    lhs, *rest = operands
+    count = 1 + self.gated
+    num_biases = count * self.has_bias
+    rhs, rest = tuple(rest[:count]), rest[count:]
+    biases = tuple(rest[len(rest) - num_biases :])
+    return Operands(lhs, rhs, rest[0] if len(rest) > num_biases else None, biases)
 
   def problem(
       self, lhs_shape: Shape, rhs_shape: Shape, dtype: str, c_dtype: str | None = None
@@ -104,7 +133,8 @@ class Product:
         out_dtype=self.out_dtype,
         algorithm=self.algorithm,
         epilogue=Epilogue(
-            self.alpha, self.beta, c_dtype, self.has_bias, self.activation, self.saves
+            self.alpha, self.beta, c_dtype, self.has_bias, self.activation, self.saves,
+            self.gated,
         ),
     )
 

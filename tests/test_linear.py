@@ -229,3 +229,123 @@ def test_bad_inputs(change, error, named, rng):
   x, w = given.pop("x"), given.pop("w")
   with pytest.raises(error, match=named):
     jaxgemm.linear(x, w, **given)
+
+
+# -- Gated layers ------------------------------------------------------------------
+
+
+def gated_operands(rng, dtype="float32", batch=(3, 10), k=64, n=40):
+  values = operands(rng, dtype, batch, k, n)
+  others = operands(rng, dtype, batch, k, n)
+  return dict(
+      x=values["x"], w_gate=values["w"], w_up=others["w"], bias_gate=values["bias"],
+      bias_up=others["bias"], residual=values["residual"],
+  )
+
+
+def gated(values, precision="highest", **options):
+  return jaxgemm.gated_linear(**values, precision=precision, **options)
+
+
+def gated_unfused(values):
+  gate = values["x"] @ values["w_gate"] + values.get("bias_gate", 0.0)
+  up = values["x"] @ values["w_up"] + values.get("bias_up", 0.0)
+  return activations.apply("silu", gate) * up + values.get("residual", 0.0)
+
+
+@pytest.mark.parametrize("emulated", [False, True])
+@pytest.mark.parametrize("names", [("x", "w_gate", "w_up"), None], ids=["plain", "all"])
+def test_gated_values(names, emulated, rng):
+  values = gated_operands(rng, "bfloat16")
+  values = {name: values[name] for name in names or values}
+  truth = in_float64(gated_unfused, values)
+  if emulated:
+    with jaxgemm.emulate():
+      out = gated(values, None)
+  else:
+    out = gated(values, None)
+  assert reference.relative_error(out, truth) < 1e-2
+
+
+def test_one_kernel_does_all_of_a_gated_layer(rng):
+  values = gated_operands(rng, "bfloat16", (4, 128), 256, 512)
+  flat = lambda *args: gated(dict(zip(values, args, strict=True)), None)
+  found = cuda_kernels(flat, *values.values())
+  assert found.total() == 1 and not found["xla"]
+
+
+@pytest.mark.parametrize("save", ["preactivation", "nothing"])
+@pytest.mark.parametrize("activation", [None, "silu", "gelu"])
+def test_gated_derivatives(activation, save, rng):
+  values = gated_operands(rng, batch=(3,), k=5, n=4)
+  run = functools.partial(gated, activation=activation, save=save)
+  check_grads(run, (values,), order=2, modes=("fwd", "rev"), atol=3e-2, rtol=3e-2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gated_gradients_against_float64(dtype, rng):
+  values = gated_operands(rng, dtype)
+  ct = np.asarray(normal(rng, 3, 10, 40), np.float32)
+  ours = jax.grad(lambda v: jnp.sum(gated(v).astype("float32") * ct))(values)
+  wide = lambda v: jnp.sum(gated_unfused(v) * ct.astype(np.float64))
+  theirs = in_float64(jax.grad(wide), values)
+  for name in values:
+    error = reference.relative_error(ours[name], theirs[name])
+    assert error < (2e-6 if dtype == "float32" else 1e-2), name
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("packed", ["concatenated", "interleaved"])
+def test_two_weights_in_one_array(packed, transposed, rng):
+  values = gated_operands(rng)
+  apart = gated(values)
+  weights = [values.pop(name) for name in ("w_gate", "w_up")]
+  if packed == "concatenated":
+    values["w_gate"] = jnp.concatenate(weights, 1)
+  else:
+    values["w_gate"] = jnp.stack(weights, 2).reshape(64, 80)
+  if transposed:
+    values["w_gate"] = values["w_gate"].T
+  together = gated(values, packed=packed, transposed=transposed)
+  np.testing.assert_allclose(together, apart, 1e-4, 1e-4)
+
+
+@pytest.mark.parametrize("name", ["x", "w_up"])
+def test_gated_vmap(name, rng):
+  values = gated_operands(rng)
+  several = values | {name: jnp.stack([values[name], 2 * values[name]])}
+  axes = dict.fromkeys(values) | {name: 0}
+  out = jax.vmap(gated, (axes,))(several)
+  for i in range(2):
+    one = gated(several | {name: several[name][i]})
+    np.testing.assert_allclose(out[i], one, 1e-4, 1e-4)
+
+
+def test_gated_shards(rng):
+  mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:4]).reshape(2, 2), ("x", "y"))
+  values = gated_operands(rng, batch=(4, 8))
+  wanted = gated(values)
+  specs = dict(x=P("x", None, "y"), w_gate=P("y"), w_up=P("y"), residual=P("x"))
+  values = {
+      name: jax.device_put(x, NamedSharding(mesh, specs.get(name, P())))
+      for name, x in values.items()
+  }
+  with jaxgemm.emulate():
+    compiled = jax.jit(gated).lower(values).compile()
+  assert "all-gather" not in compiled.as_text()
+  np.testing.assert_allclose(compiled(values), wanted, 1e-5, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "named"),
+    [
+        (dict(w_up=np.ones((64, 41))), TypeError, "w_up"),
+        (dict(bias_up=None), ValueError, "bias_up"),
+        (dict(w_up=None, packed="mixed"), ValueError, "'mixed'"),
+        (dict(w_up=None, w_gate=np.ones((64, 41))), TypeError, "holds two"),
+    ],
+    ids=lambda value: str(value)[:24],
+)
+def test_bad_inputs_of_a_gated_layer(change, error, named, rng):
+  with pytest.raises(error, match=named):
+    gated(gated_operands(rng) | change)
