@@ -13,7 +13,8 @@ from pallas_kernels.problem import Config
 
 def einsum(
     subscripts, *operands, precision=None, preferred_element_type=None,
-    optimize="auto", implementation: str | None = None, config: Config | None = None,
+    optimize="auto", out_sharding=None, implementation: str | None = None,
+    config: Config | None = None,
 ) -> jax.Array:
   """Returns jnp.einsum(subscripts, *operands), its products computed by ours.
 
@@ -23,7 +24,8 @@ def einsum(
 
   Args:
     subscripts, operands, optimize: as for jnp.einsum, in all its forms.
-    precision, preferred_element_type, implementation, config: as for jaxgemm.matmul.
+    precision, preferred_element_type, out_sharding, implementation, config: as for
+      jaxgemm.matmul.
   Returns: what jnp.einsum returns.
   Raises:
     ValueError, TypeError: as jnp.einsum; or the named kernel cannot serve.
@@ -32,5 +34,6 @@ def einsum(
   product = functools.partial(dot_general, implementation=implementation, config=config)
   return jnp.einsum(
       subscripts, *operands, precision=precision, optimize=optimize,
-      preferred_element_type=preferred_element_type, _dot_general=product,
+      preferred_element_type=preferred_element_type, out_sharding=out_sharding,
+      _dot_general=product,
   )

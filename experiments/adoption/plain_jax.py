@@ -1,0 +1,49 @@
+"""Plain JAX: a layer's product, bias, activation and residual in one call.
+
+  python -m experiments.adoption.plain_jax
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+
+from experiments.adoption.compare import compare
+import jaxgemm
+
+
+def theirs(params, x):
+  """A gated perceptron and one with biases, as one writes them without us."""
+  gated = jax.nn.silu(x @ params["gate"]) * (x @ params["up"])
+  x = gated @ params["down"] + x
+  hidden = jax.nn.gelu(x @ params["w1"] + params["b1"])
+  scores = jnp.einsum("btd,bsd->bts", hidden, hidden)
+  return jax.nn.softmax(scores) @ (hidden @ params["w2"] + x)
+
+
+def ours(params, x):
+  """The same in five kernels."""
+  gated = jaxgemm.gated_linear(x, params["gate"], params["up"])
+  x = jaxgemm.linear(gated, params["down"], residual=x)
+  hidden = jaxgemm.linear(x, params["w1"], params["b1"], activation="gelu")
+  scores = jaxgemm.einsum("btd,bsd->bts", hidden, hidden)
+  out = jaxgemm.linear(hidden, params["w2"], residual=x)
+  return jaxgemm.matmul(jax.nn.softmax(scores), out)
+
+
+def main() -> Counter:
+  shapes = dict(gate=(32, 64), up=(32, 64), down=(64, 32), w1=(32, 48), b1=(48,),
+                w2=(48, 32))
+  keys = jax.random.split(jax.random.key(0), len(shapes) + 1)
+  params = {
+      name: jax.random.normal(key, shape) / 6
+      for key, (name, shape) in zip(keys, shapes.items(), strict=False)
+  }
+  x = jax.random.normal(keys[-1], (2, 8, 32))
+  return compare("plain JAX", theirs, ours, params, x)
+
+
+if __name__ == "__main__":
+  main()
