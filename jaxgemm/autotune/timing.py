@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 import itertools
 import random
 import time
+from typing import Any
 
 import jax
 from jax.experimental.mosaic.gpu import profiler
@@ -46,8 +47,8 @@ def spread(times_us: Sequence[float]) -> float:
 
 
 def interleaved[Name: Hashable](
-    variants: Mapping[Name, Callable[..., jax.Array]],
-    input_sets: Sequence[tuple[jax.Array, ...]],
+    variants: Mapping[Name, Callable[..., Any]],
+    input_sets: Sequence[tuple[Any, ...]],
     repeats: int,
     *,
     burn_in_s: float = 0.0,
@@ -62,7 +63,7 @@ def interleaved[Name: Hashable](
   inputs of the one before it in the L2. One CUPTI session covers all the rounds.
 
   Args:
-    variants: jitted or compiled functions of one input set.
+    variants: jitted or compiled functions of one input set, to arrays.
     input_sets: arguments to rotate over.
     repeats: calls of each variant.
     burn_in_s: seconds of the same interleaved load before the measured calls.
@@ -82,21 +83,22 @@ def interleaved[Name: Hashable](
   draw = random.Random(0)
   rounds = [draw.sample(list(variants), len(variants)) for _ in range(repeats)]
 
-  def session() -> list[jax.Array]:
+  def session() -> list[Any]:
     sets = itertools.cycle(input_sets)
     # The results of a round are kept while memory allows, so that a call does not
     # write to what the one before it has just written; the profiler waits for them.
-    results: collections.deque[jax.Array] = collections.deque()
+    results: collections.deque[Any] = collections.deque()
     for names in rounds:
       for name in names:
         result = variants[name](*next(sets))
         results.append(result)
-        affordable = max(1, _MAX_RESULTS_BYTES // max(result.nbytes, 1))
+        num_bytes = sum(array.nbytes for array in jax.tree.leaves(result))
+        affordable = max(1, _MAX_RESULTS_BYTES // max(num_bytes, 1))
         if len(results) > min(len(variants), affordable):
           results.popleft()
     return list(results)
 
-  def burn_in() -> list[jax.Array]:
+  def burn_in() -> list[Any]:
     results = session()
     end = time.monotonic() + burn_in_s
     while time.monotonic() < end:
@@ -138,8 +140,8 @@ def _measure(
 
 
 def _once(
-    variant: Callable[..., jax.Array], arguments: tuple[jax.Array, ...]
-) -> Callable[[], jax.Array]:
+    variant: Callable[..., Any], arguments: tuple[Any, ...]
+) -> Callable[[], Any]:
   return lambda: variant(*arguments)
 
 
