@@ -1,4 +1,4 @@
-"""The program that checks and times layers, on a CPU."""
+"""The programs that check and time layers and blocks of models, on a CPU."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments import layers
+from experiments import blocks, layers, models, two_ways
 
 
-def run(tmp_path, *arguments):
+def run(tmp_path, *arguments, program=layers):
   with flagsaver.flagsaver():
     flags.FLAGS(["program", f"--output={tmp_path}", *arguments])
-    layers.main(["program"])
-  return [json.loads(x) for x in (tmp_path / "layers.jsonl").read_text().splitlines()]
+    program.main(["program"])
+  (path,) = tmp_path.glob("*.jsonl")
+  return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_from_flags_to_rows(tmp_path, capsys):
   rows = run(tmp_path, "--layers=bias_gelu,gated", "--sizes=24,32,40")
-  assert [(row["layer"], row["direction"]) for row in rows] == [
-      ("bias_gelu", "forward"), ("bias_gelu", "both"), ("gated", "forward"),
-      ("gated", "both"),
+  assert [(row["name"], row["direction"]) for row in rows] == [
+      ("bias_gelu 24x32x40", "forward"), ("bias_gelu 24x32x40", "both"),
+      ("gated 24x32x40", "forward"), ("gated 24x32x40", "both"),
   ]
   for row in rows:
     assert 0 < row["error"] <= 2 * row["xla_error"] and row["ratio_to_xla"] is None
-  assert "gated both 24x32x40" in capsys.readouterr().out
+  assert "gated 24x32x40 both" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", layers.LAYERS)
@@ -37,7 +38,7 @@ def test_both_ways_agree(name):
   layer = layers.LAYERS[name]
   values = layers.draw(layer, (24, 32, 40), 0, "float32")
   with jax.default_matmul_precision("highest"):
-    found = [layers.computed(f, "both", values) for f in (layer.theirs, layer.ours)]
+    found = [two_ways.computed(f, "both", values) for f in (layer.theirs, layer.ours)]
   for a, b in zip(*map(jax.tree.leaves, found), strict=True):
     assert jnp.allclose(a, b, 1e-4, 1e-4)
 
@@ -52,10 +53,48 @@ def test_a_wrong_layer_fails(tmp_path, monkeypatch):
 
 
 def test_an_error_that_is_not_finite():
-  assert layers.error(jnp.array([jnp.nan]), jnp.array([1.0])) is None
+  assert two_ways.error(jnp.array([jnp.nan]), jnp.array([1.0])) is None
 
 
 @pytest.mark.parametrize("size", ["1,2", "0,1,2", "a,b,c"])
 def test_sizes_that_are_none(size, tmp_path):
   with pytest.raises(app.UsageError, match="TOKENS"):
     run(tmp_path, f"--sizes={size}")
+
+
+@pytest.mark.slow
+def test_blocks_of_models(tmp_path):
+  rows = run(tmp_path, "--blocks=llama_t8,vit", program=models)
+  assert [row["direction"] for row in rows] == ["forward", "both"]
+  for row in rows:
+    assert 0 < row["error"] <= 2 * row["xla_error"] and row["memory_bytes"] > 0
+
+
+@pytest.mark.parametrize("name", models.SMALL)
+def test_both_ways_of_a_block_agree(name):
+  block = models.SMALL[name]()
+  values = blocks.draw(block, 0, "float32")
+  case = models.make_case(name, block)
+  with jax.default_matmul_precision("highest"):
+    found = [
+        two_ways.computed(f, case.direction, values) for f in (case.theirs, case.ours)
+    ]
+  for a, b in zip(*map(jax.tree.leaves, found), strict=True):
+    assert two_ways.error(a, b) < 1e-5
+
+
+def test_decoding_continues_where_the_cache_ends():
+  """One token after the others gives what all of them together give."""
+  whole = blocks.llama(1, 9, 64, 96, 4, 2)
+  values = blocks.draw(whole, 0, "float32")
+  wanted = whole.run(values, blocks.LAYERS["xla"])[:, -1:]
+  x = values["x"]
+  mixed = blocks._rms_norm(x, values["attention_norm"]) @ values["qkv"]
+  mixed = mixed.reshape(1, 9, 8, 16)
+  keys, cached = blocks._rotated(mixed[:, :, 4:6], 0), mixed[:, :, 6:]
+  last = blocks.llama(1, 1, 64, 96, 4, 2, cached=8)
+  out = last.run(
+      values | dict(x=x[:, -1:], keys=keys[:, :8], values=cached[:, :8]),
+      blocks.LAYERS["jaxgemm"],
+  )
+  assert two_ways.error(out, wanted) < 1e-4

@@ -1,0 +1,181 @@
+"""Blocks of models, whose layers are XLA's or jaxgemm's: one function each.
+
+A block takes its parameters by name, activations x [sequences, tokens, width], and the
+`Layers` that compute its products. Norms and rotations are float32, whatever the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jaxgemm
+
+Params = dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layers:
+  """What computes the products of a block.
+
+  Attributes:
+    linear: linear(x, w, bias=None, *, activation=None, residual=None).
+    gated: gated(x, w_gate, w_up), with silu.
+  """
+
+  linear: Callable[..., jax.Array]
+  gated: Callable[..., jax.Array]
+
+
+def _linear(x, w, bias=None, *, activation=None, residual=None):
+  out = x @ w
+  if bias is not None:
+    out = out + bias
+  if activation is not None:
+    out = {"gelu": jax.nn.gelu}[activation](out)
+  return out if residual is None else out + residual
+
+
+def _gated(x, w_gate, w_up):
+  return jax.nn.silu(x @ w_gate) * (x @ w_up)
+
+
+LAYERS = {
+    "xla": Layers(_linear, _gated),
+    "jaxgemm": Layers(jaxgemm.linear, jaxgemm.gated_linear),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+  """A block and its sizes.
+
+  Attributes:
+    shapes: of the parameters and of x, and of further inputs, by name.
+    run: run(values, layers) gives the block's result, of x's shape.
+    trains: whether there is a backward pass.
+  """
+
+  shapes: dict[str, tuple[int, ...]]
+  run: Callable[[Params, Layers], jax.Array]
+  trains: bool = True
+
+
+def llama(
+    sequences: int, tokens: int, width: int = 4096, hidden: int = 14336, heads: int = 32,
+    kv_heads: int = 8, cached: int = 0,
+) -> Block:
+  """A block of Llama 3, of the 8B model's sizes.
+
+  With `cached` tokens already seen it decodes: their keys and values are inputs.
+  """
+  head = width // heads
+  qkv = (heads + 2 * kv_heads) * head
+  shapes = dict(
+      x=(sequences, tokens, width), attention_norm=(width,), qkv=(width, qkv),
+      out=(heads * head, width), mlp_norm=(width,), gate=(width, hidden),
+      up=(width, hidden), down=(hidden, width),
+  )
+  if cached:
+    shapes |= dict.fromkeys(
+        ("keys", "values"), (sequences, cached, kv_heads, head)
+    )
+
+  def run(v: Params, layers: Layers) -> jax.Array:
+    x = v["x"]
+    mixed = layers.linear(_rms_norm(x, v["attention_norm"]), v["qkv"])
+    mixed = mixed.reshape(sequences, tokens, heads + 2 * kv_heads, head)
+    q, k, values = jnp.split(mixed, (heads, heads + kv_heads), 2)
+    q, k = _rotated(q, cached), _rotated(k, cached)
+    if cached:
+      k = jnp.concatenate([v["keys"], k], 1)
+      values = jnp.concatenate([v["values"], values], 1)
+    seen = _attention(q, k, values, is_causal=not cached)
+    x = layers.linear(seen, v["out"], residual=x)
+    hidden = layers.gated(_rms_norm(x, v["mlp_norm"]), v["gate"], v["up"])
+    return layers.linear(hidden, v["down"], residual=x)
+
+  return Block(shapes, run, trains=not cached)
+
+
+def vit(images: int, patches: int = 197, width: int = 1024, heads: int = 16) -> Block:
+  """A block of ViT-L."""
+  shapes = dict(
+      x=(images, patches, width), qkv=(width, 3 * width), qkv_bias=(3 * width,),
+      out=(width, width), out_bias=(width,), up=(width, 4 * width),
+      up_bias=(4 * width,), down=(4 * width, width), down_bias=(width,),
+      **{f"{norm}_{part}": (width,) for norm in ("attention", "mlp")
+         for part in ("scale", "shift")},
+  )
+
+  def run(v: Params, layers: Layers) -> jax.Array:
+    x = v["x"]
+    normal = _layer_norm(x, v["attention_scale"], v["attention_shift"])
+    mixed = layers.linear(normal, v["qkv"], v["qkv_bias"])
+    mixed = mixed.reshape(images, patches, 3, heads, width // heads)
+    seen = _attention(*(mixed[:, :, i] for i in range(3)))
+    x = layers.linear(seen, v["out"], v["out_bias"], residual=x)
+    normal = _layer_norm(x, v["mlp_scale"], v["mlp_shift"])
+    hidden = layers.linear(normal, v["up"], v["up_bias"], activation="gelu")
+    return layers.linear(hidden, v["down"], v["down_bias"], residual=x)
+
+  return Block(shapes, run)
+
+
+def draw(block: Block, seed: int, dtype="bfloat16") -> Params:
+  """Returns inputs and parameters, and the cotangent of the result as "ct".
+
+  Matrices are divided by the root of their rows, so that activations stay near 1.
+  """
+  shapes = block.shapes | {"ct": block.shapes["x"]}
+  keys = jax.random.split(jax.random.key(seed), len(shapes))
+  return {
+      name: (
+          jax.random.normal(key, shape) / (shape[0] ** 0.5 if len(shape) == 2 else 1.0)
+      ).astype(dtype)
+      for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+  }
+
+
+def _attention(q, k, values, **options: Any) -> jax.Array:
+  """[sequences, tokens, heads, head] of each -> [sequences, tokens, heads * head]."""
+  fused = jax.default_backend() == "gpu" and q.dtype == jnp.bfloat16
+  out = jax.nn.dot_product_attention(
+      q, k, values, implementation="cudnn" if fused else "xla", **options
+  )
+  return out.reshape(*out.shape[:2], -1)
+
+
+def _wide(x: jax.Array) -> jax.Array:
+  return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _rms_norm(x, scale):
+  wide = _wide(x)
+  mean = jnp.mean(jnp.square(wide), -1, keepdims=True)
+  return (wide * jax.lax.rsqrt(mean + 1e-5) * _wide(scale)).astype(x.dtype)
+
+
+def _layer_norm(x, scale, shift):
+  wide = _wide(x)
+  wide = wide - jnp.mean(wide, -1, keepdims=True)
+  variance = jnp.mean(jnp.square(wide), -1, keepdims=True)
+  wide = wide * jax.lax.rsqrt(variance + 1e-5)
+  return (wide * _wide(scale) + _wide(shift)).astype(x.dtype)
+
+
+def _rotated(x, first: int):
+  """x [sequences, tokens, heads, head] turned by the positions from `first` on."""
+  half = x.shape[-1] // 2
+  wide = _wide(x)
+  frequencies = jnp.exp(jnp.arange(half, dtype=wide.dtype) * (-math.log(5e5) / half))
+  angles = jnp.arange(first, first + x.shape[1], dtype=wide.dtype)[:, None] * frequencies
+  cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
+  one, other = wide[..., :half], wide[..., half:]
+  turned = jnp.concatenate([one * cos - other * sin, other * cos + one * sin], -1)
+  return turned.astype(x.dtype)

@@ -1,0 +1,190 @@
+"""The same computation with XLA's products and with jaxgemm's: errors, times, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+import dataclasses
+import functools
+import json
+import statistics
+import sys
+from typing import Any
+import zlib
+
+import jax
+import jax.numpy as jnp
+import tabulate
+
+from experiments import cli, common_flags, report, timing
+
+Values = dict[str, jax.Array]
+Run = Callable[[Values], jax.Array]
+PASSES = ("forward", "both")
+ERROR_FACTOR = 2.0  # Of ours over XLA's.
+_UNKNOWN_L2_BYTES = 64 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """A computation in two ways.
+
+  Attributes:
+    name: of the computation and its sizes.
+    direction: "forward", or "both": the result and all gradients.
+    draw: draw(seed) gives fresh operands by name, the cotangent of the result as "ct".
+    theirs, ours: functions of the operands; `theirs` computes the truth in float64, too.
+  """
+
+  name: str
+  direction: str
+  draw: Callable[[int], Values]
+  theirs: Run
+  ours: Run
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+  """What was found of a case.
+
+  Attributes:
+    name, direction: of the case.
+    error, xla_error: the largest error of a result or gradient, in Frobenius norms
+      relative to float64; None if not finite.
+    time_us, spread_us, xla_time_us, xla_spread_us: medians, and half the distances of
+      the quartiles, of all kernels of a call; None where nothing was timed.
+    memory_bytes, xla_memory_bytes: that a call needs beside its operands and results.
+    provenance: where, with what, when and how it ran.
+  """
+
+  name: str
+  direction: str
+  error: float | None
+  xla_error: float | None
+  time_us: float | None
+  spread_us: float | None
+  xla_time_us: float | None
+  xla_spread_us: float | None
+  memory_bytes: int
+  xla_memory_bytes: int
+  provenance: report.Provenance
+
+  @property
+  def failed(self) -> bool:
+    """Whether the gate rejected our result."""
+    if self.error is None or self.xla_error is None:
+      return True
+    return self.error > ERROR_FACTOR * self.xla_error
+
+  @property
+  def ratio_to_xla(self) -> float | None:
+    """XLA's time over ours."""
+    if self.time_us is None or self.xla_time_us is None:
+      return None
+    return self.xla_time_us / self.time_us
+
+  def to_json(self) -> str:
+    """Returns the row as one line of JSON."""
+    fields = dataclasses.asdict(self) | {"ratio_to_xla": self.ratio_to_xla}
+    return json.dumps(fields | fields.pop("provenance"), allow_nan=False)
+
+
+def computed(run: Run, direction: str, values: Values) -> Any:
+  """Returns the result, or in both directions it and the gradients."""
+  operands = {name: x for name, x in values.items() if name != "ct"}
+  if direction == "forward":
+    return run(operands)
+  out, backward = jax.vjp(run, operands)
+  return out, backward(values["ct"])
+
+
+def error(found: Any, truth: Any) -> float | None:
+  """Returns the largest error of an array, or None if one is not finite."""
+  with jax.enable_x64(True):
+    errors = [
+        float(jnp.linalg.norm(a.astype("float64") - b) / jnp.linalg.norm(b))
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(truth), strict=True)
+    ]
+  return max(errors) if all(x < float("inf") for x in errors) else None
+
+
+def measure(
+    case: Case, repeats: int, l2_bytes: int, provenance: report.Provenance
+) -> Row:
+  """Returns the row of one case: the gate first, then the times."""
+  seed = zlib.crc32(f"{common_flags.SEED.value} {case.name}".encode())
+  values = case.draw(seed)
+  programs = {
+      which: jax.jit(functools.partial(computed, run, case.direction))
+      .lower(values).compile()
+      for which, run in (("xla", case.theirs), ("jaxgemm", case.ours))
+  }
+  with jax.enable_x64(True):
+    wide = {key: x.astype("float64") for key, x in values.items()}
+    truth = jax.jit(functools.partial(computed, case.theirs, case.direction))(wide)
+  errors = {which: error(run(values), truth) for which, run in programs.items()}
+  del truth, wide
+  memory = {
+      which: run.memory_analysis().temp_size_in_bytes for which, run in programs.items()
+  }
+  row = Row(
+      case.name, case.direction, errors["jaxgemm"], errors["xla"], None, None, None, None,
+      memory["jaxgemm"], memory["xla"], provenance,
+  )
+  if row.failed or not repeats:
+    return row
+  set_bytes = sum(x.nbytes for x in values.values())
+  num_sets = min(timing.num_input_sets(set_bytes, l2_bytes), 2 * repeats)
+  sets = [(values,)] + [(case.draw(seed + i),) for i in range(1, num_sets)]
+  times = timing.interleaved(programs, sets, repeats)
+  ours, theirs = times["jaxgemm"], times["xla"]
+  return dataclasses.replace(
+      row, time_us=statistics.median(ours), spread_us=timing.spread(ours),
+      xla_time_us=statistics.median(theirs), xla_spread_us=timing.spread(theirs),
+  )
+
+
+def table(rows: Sequence[Row]) -> str:
+  """Returns the rows as text."""
+  lines = [
+      (f"{row.name} {row.direction}", report.figure(row.xla_time_us, ".1f"),
+       report.figure(row.time_us, ".1f"), report.figure(row.ratio_to_xla, ".3f"),
+       report.figure(row.error, ".1e"), report.figure(row.xla_error, ".1e"),
+       f"{row.memory_bytes / 1e6:.0f}", f"{row.xla_memory_bytes / 1e6:.0f}",
+       "FAILED" if row.failed else "")
+      for row in rows
+  ]
+  headers = ["", "XLA (us)", "jaxgemm (us)", "x XLA", "error", "XLA's", "MB", "XLA's", ""]
+  return tabulate.tabulate(lines, headers, disable_numparse=True)
+
+
+def run(cases: Sequence[Case], platform: cli.Platform, name: str) -> list[Row]:
+  """Measures the cases, writes NAME.jsonl, prints a table; exits with 1 if one fails."""
+  provenance = cli.row_provenance(name, platform, f"experiments.{name}")
+  l2_bytes = platform.device.l2_bytes if platform.device else _UNKNOWN_L2_BYTES
+  repeats = cli.repeats(platform, 20)
+
+  def rows() -> Iterator[list[Row]]:
+    for case in cases:
+      yield [measure(case, repeats, l2_bytes, provenance)]
+
+  path = cli.output_path(name).with_suffix(".jsonl")
+  with platform.context():
+    found = cli.record(rows(), len(cases), path)
+  print(table(found))
+  print(f"rows: {path}")
+  if any(row.failed for row in found):
+    sys.exit(1)
+  return found
+
+
+def mean_ratios(rows: Iterable[Row], group: Callable[[Row], str]) -> str:
+  """Returns the geometric mean of each group's ratios, and the worst, as text."""
+  ratios: dict[str, list[float]] = {}
+  for row in rows:
+    if row.ratio_to_xla is not None:
+      ratios.setdefault(group(row), []).append(row.ratio_to_xla)
+  return "\n".join(
+      f"{name}: {report.geometric_mean(found):.3f} of {len(found)}, {min(found):.3f} at"
+      " worst"
+      for name, found in ratios.items()
+  )
