@@ -165,7 +165,7 @@ def estimate(
   )
   memory = _memory(problem, device, model, memory_costs, tiles_m, tiles_n, weights)
   memory *= 1 + model.apart * (1 - 1 / splits)
-  main = model.latency + _soft_max(busy, memory)
+  main = model.latency + soft_max(busy, memory)
   if kernel == direct.NAME:
     main += model.round * (direct.num_rounds(problem, config) - 1)
   else:
@@ -302,7 +302,7 @@ def _resident(problem: Problem, kernel: str, config: Config) -> int:
   return max(1, min(by_smem, by_registers))
 
 
-def _soft_max(a: float, b: float, power: float = 6.0) -> float:
+def soft_max(a: float, b: float, power: float = 6.0) -> float:
   """A little over the larger: two bounds that are close hinder each other."""
   return (a**power + b**power) ** (1 / power)
 
@@ -419,49 +419,3 @@ def _pass_over(problem: Problem, shape, k_major: bool, way: str) -> str | None:
     return "transposing"
   padded = operand_tiles.needs_padding(*shape[1:], problem.dtype, way)
   return "padding" if padded else None
-
-
-def estimate_xla(problem: Problem, device: Device) -> tuple[float, str] | None:
-  """(estimated time of XLA in us, why it may be faster), or None if it hardly is.
-
-  float32 operands: XLA needs no pass over them where TMA takes them. Operands of two
-  bytes and of one k tile: XLA's kernel is over sooner than any of ours can be. With
-  strides that TMA refuses it loads them as they are, which is slow where there is much
-  to load, and else over before a pass has been launched. Something is added for what
-  is not known of it.
-  """
-  rate = device.tflops(problem.dtype) * 1e6
-  busy, memory = problem.flops / rate, problem.num_bytes / (device.bandwidth_tbps * 1e6)
-  if problem.algorithm == "bf16_x3":
-    time = min(busy, 35.0) + _soft_max(busy / 0.5, memory / 0.8)
-    return 4.0 + time, "its own three products"
-  if parts.is_split(problem) and min(problem.m, problem.n) == 1:
-    return 2.0 + 1.05 * memory, "one row or column, as fast as the memory"
-  if parts.is_split(problem):  # cuBLAS: a tile needs 128 x 128 elements.
-    rows, cols = (
-        tiles.round_up(size, 128 if size > 64 else 32) for size in (problem.m, problem.n)
-    )
-    rate = 0.127 * (0.95 if min(problem.m, problem.n) > 64 else 0.75)
-    busy *= rows * cols / (problem.m * problem.n * rate)
-    return 4.0 + _soft_max(busy, memory / 0.8), "no pass that splits the operands"
-  if problem.dtype == "float32":
-    aligned = problem.k % 4 == 0 and problem.n % 4 == 0 and problem.m % 4 == 0
-    rate = 0.9 if aligned else 0.3
-    if problem.lhs_layout == "m-major" and problem.rhs_layout == "n-major":
-      rate = min(rate, 0.65)
-    time = 4.0 + _soft_max(busy / rate, memory / 0.8)
-    return time, "TF32 without a pass over the operands"
-  if problem.dtype == "int8":
-    if min(problem.m, problem.n) == 1:
-      return 1.0 + 1.1 * memory, "one row or column, as fast as the memory"
-    time = 3.0 + max(busy / 0.13, memory / 0.4)
-    return time, "one kernel without a pass over the operands"
-  if problem.itemsize == 1:
-    return None  # Measured: never faster.
-  if problem.k <= tiles.swizzle_elems(problem.dtype):
-    time = 1.0 + 0.004 * problem.k + memory / 0.3
-    return 1.15 * time, "one kernel of a single k tile"
-  if not misaligned(problem, 16):
-    return None
-  time = 1.3 + max(0.009 * problem.k, busy / 0.12, memory / 0.35)
-  return 1.25 * time, "one kernel without a pass over the operands"

@@ -11,7 +11,7 @@ import functools
 import itertools
 from typing import Any
 
-from jaxgemm import cost_model
+from jaxgemm import cost_model, xla_times
 from jaxgemm.device import Device
 from pallas_kernels import (
   KERNELS,
@@ -56,7 +56,7 @@ def candidates(problem: Problem, device: Device) -> tuple[Candidate, ...]:
   shared = _multicasts(problem, sorted(alone, key=_time)[:_WORTH_SHARING])
   # First among equals: multicast moves less data, which tells when clocks fall.
   found = sorted(_estimated(problem, shared, device) + alone, key=_time)
-  estimate = cost_model.estimate_xla(problem, device)
+  estimate = xla_times.estimate(problem, device)
   if estimate is not None:
     xla = Candidate("xla", None, *estimate)
     exact = problem.algorithm == "tf32_f32" and (

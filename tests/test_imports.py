@@ -17,6 +17,7 @@ PACKAGES = ("pallas_kernels", "jaxgemm", "experiments", "tests")
 LAYERS = (
     ("device",),
     ("cost_model",),
+    ("xla_times",),
     ("contexts", "table", "heuristics", "dims", "precision", "reference", "recording",
      "quantisation"),
     ("triton_heuristics", "user_table"),
@@ -30,7 +31,8 @@ LAYERS = (
     ("__init__",),
 )
 KERNEL_IMPORTERS = {
-    "cost_model", "heuristics", "triton_heuristics", "plan", "table", "user_table"
+    "cost_model", "heuristics", "plan", "table", "triton_heuristics", "user_table",
+    "xla_times",
 }
 # A checkout has suites to tune for; a wheel has none, and must not miss them.
 SUITES_IMPORTER = ROOT / "jaxgemm" / "autotune" / "problems.py"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from experiments import fit_heuristics, gate, products, report, summary, sweep
-from jaxgemm import cost_model, heuristics
+from jaxgemm import cost_model, heuristics, xla_times
 from pallas_kernels import KERNELS
 
 
@@ -49,7 +49,7 @@ def test_sweep_measures_every_candidate():
         key=lambda row: row.estimate_us,
     )
     assert [row.estimate_us for row in by_estimate] == [c.time_us for c in listed]
-    weighed = cost_model.estimate_xla(case.problem, H200) is not None
+    weighed = xla_times.estimate(case.problem, H200) is not None
     assert (rows[0].estimate_us is not None) == weighed
 
 

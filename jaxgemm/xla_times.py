@@ -1,0 +1,87 @@
+"""The estimated time of XLA, where it may be faster than any kernel of ours.
+
+Rules of thumb, from what autotuned XLA has been seen to do on an H200. Something is added
+for what is not known of it.
+"""
+
+from __future__ import annotations
+
+from jaxgemm.cost_model import misaligned, soft_max
+from jaxgemm.device import Device
+from pallas_kernels import parts, tiles
+from pallas_kernels.problem import Problem
+
+_SGEMM = 0.127  # cuBLAS's rate in float32 over the tensor cores' in TF32.
+_NO_PASS = "one kernel without a pass over the operands"
+
+
+def estimate(problem: Problem, device: Device) -> tuple[float, str] | None:
+  """(estimated time of XLA in us, why it may be faster), or None if it hardly is."""
+  bytes_per_us = device.bandwidth_tbps * 1e6
+  busy = problem.flops / (device.tflops(problem.dtype) * 1e6)
+  memory = problem.num_bytes / bytes_per_us
+  if problem.algorithm == "bf16_x3":
+    time = min(busy, 35.0) + soft_max(busy / 0.5, memory / 0.8)
+    found = 4.0 + time, "its own three products"
+  elif parts.is_split(problem):
+    found = _as_exact_as_float32(problem, busy, memory)
+  elif problem.dtype == "float32":
+    found = _tf32(problem, busy, memory)
+  elif problem.dtype == "int8":
+    found = _int8(problem, busy, memory)
+  elif problem.itemsize == 1:  # Measured: never faster.
+    found = None
+  else:
+    found = _sixteen_bits(problem, busy, memory)
+  if found is None or not problem.epilogue.is_fused:
+    return found
+  stored = problem.batch * problem.m * problem.n * problem.out_itemsize
+  return found[0] + 1.0 + 2 * stored / bytes_per_us, found[1]  # Another kernel.
+
+
+def _as_exact_as_float32(
+    problem: Problem, busy: float, memory: float
+) -> tuple[float, str]:
+  """cuBLAS, whose tiles have 128 x 128 elements, and makes no pass over operands."""
+  if min(problem.m, problem.n) == 1:
+    return 2.0 + 1.05 * memory, "one row or column, as fast as the memory"
+  rows, cols = (
+      tiles.round_up(size, 128 if size > 64 else 32) for size in (problem.m, problem.n)
+  )
+  rate = _SGEMM * (0.95 if min(problem.m, problem.n) > 64 else 0.75)
+  busy *= rows * cols / (problem.m * problem.n * rate)
+  return 4.0 + soft_max(busy, memory / 0.8), "no pass that splits the operands"
+
+
+def _tf32(problem: Problem, busy: float, memory: float) -> tuple[float, str]:
+  """XLA needs no pass over the operands where TMA takes them; TN is slow."""
+  aligned = problem.k % 4 == 0 and problem.n % 4 == 0 and problem.m % 4 == 0
+  rate = 0.9 if aligned else 0.3
+  if problem.lhs_layout == "m-major" and problem.rhs_layout == "n-major":
+    rate = min(rate, 0.65)
+  time = 4.0 + soft_max(busy / rate, memory / 0.8)
+  return time, "TF32 without a pass over the operands"
+
+
+def _int8(problem: Problem, busy: float, memory: float) -> tuple[float, str]:
+  """A kernel of Triton's that reads any layout, at a low rate."""
+  if min(problem.m, problem.n) == 1:
+    return 1.0 + 1.1 * memory, "one row or column, as fast as the memory"
+  return 3.0 + max(busy / 0.13, memory / 0.4), _NO_PASS
+
+
+def _sixteen_bits(
+    problem: Problem, busy: float, memory: float
+) -> tuple[float, str] | None:
+  """With one k tile XLA's kernel is over sooner than any of ours can be.
+
+  With strides that TMA refuses it loads operands as they are, which is slow where there
+  is much to load, and else over before a pass has been launched.
+  """
+  if problem.k <= tiles.swizzle_elems(problem.dtype):
+    time = 1.0 + 0.004 * problem.k + memory / 0.3
+    return 1.15 * time, "one kernel of a single k tile"
+  if not misaligned(problem, 16):
+    return None
+  time = 1.3 + max(0.009 * problem.k, busy / 0.12, memory / 0.35)
+  return 1.25 * time, _NO_PASS
