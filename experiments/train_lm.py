@@ -1,7 +1,8 @@
 r"""Trains a small language model with XLA's products, jaxgemm's, or both in turn.
 
-The model (experiments/transformer.py) learns the source text of Python's standard
-library byte by byte. Both implementations start from the same parameters and see
+The model (experiments/transformer.py, or with --model=nnx the same in Flax,
+experiments/transformer_nnx.py) learns the source text of Python's standard library byte
+by byte. Both implementations start from the same parameters and see
 the same batches, so that their losses must agree; which kernels ran is counted in
 the compiled step. They take turns every few steps; the time of a step is the median
 over these blocks, and on a GPU the time of its kernels alone is taken by CUPTI at the
@@ -11,12 +12,14 @@ support. The figures go to train_lm.json, the loss curves to train_lm.png.
 
   python -m experiments.train_lm --steps=20
   python -m experiments.train_lm --vocabulary=50257 --steps=200
+  python -m experiments.train_lm --model=nnx --vocabulary=50257 --batch=16
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 import dataclasses
+import importlib
 import itertools
 import json
 import math
@@ -24,6 +27,7 @@ import pathlib
 import statistics
 import sys
 import time
+import types
 
 from absl import app, flags, logging
 import jax
@@ -88,6 +92,10 @@ _IMPLEMENTATION = flags.DEFINE_enum(
     "implementation", "both", ["xla", "jaxgemm", "both"], "Whose products to train on."
 )
 
+_MODEL = flags.DEFINE_enum(
+    "model", "plain", ["plain", "nnx"], "The transformer in plain JAX or in Flax nnx."
+)
+
 DOT_GENERALS: dict[str, transformer.DotGeneral] = {
     "xla": jax.lax.dot_general,
     "jaxgemm": jaxgemm.dot_general,
@@ -136,6 +144,7 @@ class Training:
   batch: int
   learning_rate: float
   seed: int
+  model: str = "plain"
 
 
 class Trainee:
@@ -153,7 +162,7 @@ class Trainee:
       training: Training,
       text: np.ndarray,
   ):
-    dot_general = DOT_GENERALS[implementation]
+    dot_general, model = DOT_GENERALS[implementation], _model(training.model)
     optimizer = optax.adam(
         optax.linear_schedule(
             0.0, training.learning_rate, max(1, training.steps // 10)
@@ -162,13 +171,13 @@ class Trainee:
 
     def update(state, tokens):
       params, optimizer_state = state
-      loss, gradients = jax.value_and_grad(transformer.loss)(
+      loss, gradients = jax.value_and_grad(model.loss)(
           params, tokens, config, dot_general
       )
       updates, optimizer_state = optimizer.update(gradients, optimizer_state)
       return (optax.apply_updates(params, updates), optimizer_state), loss
 
-    params = transformer.init(config, jax.random.key(training.seed))
+    params = model.init(config, jax.random.key(training.seed))
     self._state = (params, optimizer.init(params))
     self._batches = corpus.batches(
         text,
@@ -227,6 +236,13 @@ class Trainee:
         self._compile_s,
         count_gemms(self._step.as_text()),
     )
+
+
+def _model(name: str) -> types.ModuleType:
+  """The module of a model: its `init` and `loss`."""
+  if name == "plain":
+    return transformer
+  return importlib.import_module("experiments.transformer_nnx")  # Needs Flax.
 
 
 class _AsItIs(jax.stages.Wrapped):
@@ -364,6 +380,7 @@ def main(argv: Sequence[str]) -> None:
       batch=value(_BATCH),
       learning_rate=value(_LEARNING_RATE),
       seed=common_flags.SEED.value,
+      model=_MODEL.value,
   )
   device = jax.devices()[0].device_kind
   implementations = (

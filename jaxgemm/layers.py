@@ -39,7 +39,8 @@ def linear(
     bias: None, or [n].
     activation: None, "relu", "squared_relu", "sigmoid", "silu", "tanh", "gelu" (the
       tanh form), "gelu_exact", or a function of float32 arrays, element by element, of
-      operations that a kernel has (jnp.where, jnp.exp, ...).
+      operations that a kernel has (jnp.where, jnp.exp, ...): the same object each time,
+      as another one is compiled anew.
     residual: None, or an array that broadcasts to [*batch, n].
     scale: factor of the product. A Python number is part of the kernel; an array, which
       may be traced and differentiated, multiplies x before the product.

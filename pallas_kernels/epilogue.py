@@ -17,7 +17,8 @@ one of three ways (`Staging.way`):
 A transposed accumulator (the operands have changed places) is written transposed into
 its slot, which then holds rows of the result.
 
-`c` is read the same way back (flat or tiled; `prepare_c` pads a bad stride).
+`c` is read the same way back (flat or tiled; `prepare_c` pads a bad stride), two pieces
+ahead. Where a kernel calls `prefetch` first, the first two travel while it multiplies.
 """
 
 from __future__ import annotations
@@ -119,12 +120,19 @@ class Epilogue:
     scratch = {"out_slots": self.out.slots()}
     if self.c:
       scratch["c_slots"] = self.c.slots()
-      scratch["c_barriers"] = plgpu.Barrier(num_barriers=self.c.num_wgs)
+      scratch["c_barriers"] = plgpu.Barrier(num_barriers=self.c.num_wgs * NUM_SLOTS)
     return scratch
+
+  def prefetch(
+      self, c_gmem: Ref | None, refs, *, shape: tuple[int, int], wg, batch, row, col
+  ) -> None:
+    """Starts to load the first pieces of c for a tile of `shape` at (row, col)."""
+    for n, (i, j) in enumerate(self._pieces(shape)[:NUM_SLOTS]):
+      self._start_c(c_gmem, refs, n, wg=wg, batch=batch, row=row + i, col=col + j)
 
   def store(
       self, acc, out_gmem: Ref, c_gmem: Ref | None, refs, *, wg, batch, row, col,
-      of_batch=None,
+      of_batch=None, prefetched: bool = False,
   ):
     """Stores a warpgroup's accumulator [rows, cols] at (row, col) of the product.
 
@@ -132,41 +140,53 @@ class Epilogue:
     It is of product `of_batch`, if that is not the index `batch` of the result.
 
     Waits for the staging slot that it uses next, never for the last store: call
-    `finish` before the kernel ends.
+    `finish` before the kernel ends. `prefetched` says that `prefetch` was called.
     """
     accs = acc if self.problem.epilogue.gated else [acc]
     rows, cols = accs[0].shape
     epilogue = self.problem.epilogue
     of_batch = batch if of_batch is None else of_batch
-    index = 0
+    if not prefetched:
+      at = dict(wg=wg, batch=batch, row=row, col=col)
+      self.prefetch(c_gmem, refs, shape=(rows, cols), **at)
+    index, starts = 0, self._pieces((rows, cols))
     step = self.out.rows if self.transposed else self.out.cols
-    for i in range(0, rows, PIECE_ROWS):
-      for j in range(0, cols, step):
-        at = (col + j, row + i) if self.transposed else (row + i, col + j)
-        to = dict(slots=refs["out_slots"], wg=wg, row=at[0], col=at[1])
-        pieces = []
-        for sums, bias, saved in zip(accs, BIASES, SAVED, strict=False):
-          piece = sums[i : i + PIECE_ROWS, j : j + step]
-          if self.scales:
-            piece = self.scales.apply(
-                piece, refs, batch=of_batch, row=row + i, col=col + j
-            )
-          if epilogue.alpha != 1.0:
-            piece = piece * jnp.float32(epilogue.alpha)
-          if epilogue.has_bias:
-            piece = self._add_bias(piece, refs[bias], row + i, col + j)
-          if epilogue.saves:
-            self._store_piece(piece, refs[saved].at[batch], index=index, **to)
-            index += 1
-          pieces.append(piece)
-        piece = activations.apply(epilogue.activation, pieces[0])
-        if epilogue.gated:
-          piece = piece * pieces[1]
-        if self.c:
-          c = self._load_c(c_gmem, refs, wg, batch, row + i, col + j)
-          piece = piece + c * jnp.float32(epilogue.beta)
-        self._store_piece(piece, out_gmem.at[batch], index=index, **to)
-        index += 1
+    for n, (i, j) in enumerate(starts):
+      at = (col + j, row + i) if self.transposed else (row + i, col + j)
+      to = dict(slots=refs["out_slots"], wg=wg, row=at[0], col=at[1])
+      pieces = []
+      for sums, bias, saved in zip(accs, BIASES, SAVED, strict=False):
+        piece = sums[i : i + PIECE_ROWS, j : j + step]
+        if self.scales:
+          piece = self.scales.apply(
+              piece, refs, batch=of_batch, row=row + i, col=col + j
+          )
+        if epilogue.alpha != 1.0:
+          piece = piece * jnp.float32(epilogue.alpha)
+        if epilogue.has_bias:
+          piece = self._add_bias(piece, refs[bias], row + i, col + j)
+        if epilogue.saves:
+          self._store_piece(piece, refs[saved].at[batch], index=index, **to)
+          index += 1
+        pieces.append(piece)
+      piece = activations.apply(epilogue.activation, pieces[0])
+      if epilogue.gated:
+        piece = piece * pieces[1]
+      if self.c:
+        piece = piece + self._wait_c(refs, n, wg) * jnp.float32(epilogue.beta)
+      self._store_piece(piece, out_gmem.at[batch], index=index, **to)
+      index += 1
+      ahead = n + NUM_SLOTS
+      if ahead < len(starts):  # Every thread has read the slot: the store has a barrier.
+        i, j = starts[ahead]
+        self._start_c(c_gmem, refs, ahead, wg=wg, batch=batch, row=row + i, col=col + j)
+
+  def _pieces(self, shape: tuple[int, int]) -> list[tuple[int, int]]:
+    """Where the pieces of a tile begin, in the order of their stores."""
+    step = self.out.rows if self.transposed else self.out.cols
+    return [
+        (i, j) for i in range(0, shape[0], PIECE_ROWS) for j in range(0, shape[1], step)
+    ]
 
   def _add_bias(self, piece, bias_gmem: Ref, row, col):
     """The bias of the columns of the result, which are the rows of a transposed piece.
@@ -200,16 +220,23 @@ class Epilogue:
         out_gmem.at[pl.ds(row, self.out.rows), pl.ds(col, self.out.cols)],
     )
 
-  def _load_c(self, c_gmem, refs, wg, batch, row, col):
-    tma, registers = self.c.views(refs["c_slots"])
-    barrier = refs["c_barriers"].at[wg]
+  def _start_c(self, c_gmem: Ref | None, refs, n: int, *, wg, batch, row, col) -> None:
+    """Starts to load c at (row, col), the tile's `n`-th piece, if there is a c."""
+    if self.c is None:
+      return
+    tma, _ = self.c.views(refs["c_slots"])
     plgpu.copy_gmem_to_smem(
         c_gmem.at[batch, pl.ds(row, PIECE_ROWS), pl.ds(col, self.c.cols)],
-        tma.at[wg, 0],
-        barrier,
+        tma.at[wg, n % NUM_SLOTS],
+        refs["c_barriers"].at[wg * NUM_SLOTS + n % NUM_SLOTS],
     )
-    plgpu.barrier_wait(barrier)
-    return plgpu.load(registers.at[wg, 0], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+
+  def _wait_c(self, refs, n: int, wg):
+    """The tile's `n`-th piece of c, float32."""
+    _, registers = self.c.views(refs["c_slots"])
+    plgpu.barrier_wait(refs["c_barriers"].at[wg * NUM_SLOTS + n % NUM_SLOTS])
+    piece = plgpu.load(registers.at[wg, n % NUM_SLOTS], layout=plgpu.Layout.WGMMA)
+    return piece.astype(jnp.float32)
 
   def finish(self) -> None:
     """Waits until every store of this warpgroup has left shared memory."""

@@ -185,6 +185,9 @@ def run(
         index, m, n = grid.locate(local)
         of_batch, _ = operand_origin(index)
         starts = dict(lhs_start=share.row, rhs_start=share.col)
+        at = dict(wg=wg, batch=index, row=m + share.row, col=n + share.col)
+        if exchange is None:
+          epilogue.prefetch(c_gmem, refs, shape=wg_tile_shape, **at)
 
         def multiply(acc, first, count):
           ring.consume(
@@ -235,8 +238,8 @@ def run(
 
         def store(sums, col):
           epilogue.store(
-              sums, out_gmem, c_gmem, refs, wg=wg, batch=index, of_batch=of_batch,
-              row=m + share.row, col=n + share.col + col,
+              sums, out_gmem, c_gmem, refs, of_batch=of_batch,
+              prefetched=exchange is None, **at | {"col": at["col"] + col},
           )
 
         if exchange is None:

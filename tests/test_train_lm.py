@@ -123,3 +123,22 @@ def test_corpus_is_real_text_and_batches_repeat():
   assert [batch.shape for batch in first] == [(3, 6)] * 2
   np.testing.assert_array_equal(first, same)
   assert not np.array_equal(first, other)
+
+
+def test_the_model_in_flax_learns_alike():
+  """And none of its layers' products are XLA's."""
+  pytest.importorskip("flax")
+  from experiments import transformer_nnx
+
+  text = np.frombuffer(b"abc " * 100, np.uint8)
+  training = dataclasses.replace(TRAINING, model="nnx")
+  names = list(train_lm.DOT_GENERALS)
+  xla, ours = train_lm.train(names, TINY, training, text, time_kernels=False)
+  np.testing.assert_allclose(ours.losses, xla.losses, rtol=1e-3)
+  assert ours.losses[2] < ours.losses[0] - 0.1
+  params = transformer_nnx.init(TINY, jax.random.key(0))
+  tokens = np.zeros((2, TINY.sequence + 1), np.int32)
+  dot_general = train_lm.DOT_GENERALS["jaxgemm"]
+  step = jax.grad(lambda p: transformer_nnx.loss(p, tokens, TINY, dot_general))
+  found = count_primitives(step, params)
+  assert found["jaxgemm"] == 3 * 7 and found["dot_general"] == 6  # Attention's own.
