@@ -6,7 +6,7 @@ XLA's. Then the two are timed in turns. layers.jsonl has a line for each layer, 
 pass.
 
   python -m experiments.layers
-  python -m experiments.layers --layers=gated --sizes=8192,4096,14336 --passes=forward
+  python -m experiments.layers --kinds=gated --sizes=8192,4096,14336 --passes=forward
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ _SIZES = ("8192,4096,14336", "8192,14336,4096", "4096,4096,14336", "2048,4096,14
           "16384,768,3072", "6304,1024,4096")
 _SMALL = ("64,32,48",)
 
-_LAYERS = flags.DEFINE_list("layers", list(LAYERS), "Layers; see experiments/layers.py.")
+_KINDS = flags.DEFINE_list("kinds", list(LAYERS), "Layers; see experiments/layers.py.")
 _PASSES = flags.DEFINE_list(
     "passes", list(PASSES), "forward, or both: the result and all gradients."
 )
 _SIZE = flags.DEFINE_multi_string(
     "sizes", [], "TOKENS,K,N: x is [TOKENS, K] and w [K, N]; may be repeated."
 )
-for _flag, _allowed in ((_LAYERS, tuple(LAYERS)), (_PASSES, PASSES)):
+for _flag, _allowed in ((_KINDS, tuple(LAYERS)), (_PASSES, PASSES)):
   flags.register_validator(
       _flag.name, cli.member_check(_allowed), f"must be among {', '.join(_allowed)}"
   )
@@ -116,7 +116,7 @@ def main(argv: Sequence[str]) -> None:
           functools.partial(draw, LAYERS[name], size), LAYERS[name].theirs,
           LAYERS[name].ours,
       )
-      for name in _LAYERS.value for size in sizes for direction in _PASSES.value
+      for name in _KINDS.value for size in sizes for direction in _PASSES.value
   ]
   rows = two_ways.run(cases, platform, "layers")
   print(two_ways.mean_ratios(rows, lambda row: f"{row.name.split()[0]} {row.direction}"))

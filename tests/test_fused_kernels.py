@@ -76,6 +76,7 @@ def test_activations_are_those_of_jax(name):
   assert np.isnan(activations.apply(name, jnp.float32(np.nan)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", activations.NAMES)
 def test_activations_in_a_kernel(name):
   problem = make_problem(
@@ -112,6 +113,7 @@ def test_configs(fields):
   check("persistent", problem, small_config("persistent", **fields))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["persistent", "split_k"])
 def test_swapped_operands(kernel):
   epilogue = Epilogue(has_bias=True, activation="silu")
@@ -120,12 +122,14 @@ def test_swapped_operands(kernel):
   check(kernel, problem, config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [101, 100, 7])
 def test_results_of_odd_widths(n):
   problem = make_problem(70, n, 64, epilogue=dataclasses.replace(FULL, c_dtype="float32"))
   check("persistent", problem, small_config("persistent"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["bf16_x6", "bf16_x3", "tf32_f32"])
 def test_float32(algorithm):
   epilogue = dataclasses.replace(FULL, c_dtype=None, beta=0.0)
@@ -137,6 +141,7 @@ def test_float32(algorithm):
   check("persistent", problem, config, bound={"bf16_x6": 1e-6}.get(algorithm, 1e-3))
 
 
+@pytest.mark.slow
 def test_float16_parts_have_two_results():
   epilogue = Epilogue(has_bias=True, activation="relu", saves=True)
   problem = make_problem(

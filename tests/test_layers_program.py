@@ -22,8 +22,9 @@ def run(tmp_path, *arguments, program=layers):
   return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_from_flags_to_rows(tmp_path, capsys):
-  rows = run(tmp_path, "--layers=bias_gelu,gated", "--sizes=24,32,40")
+  rows = run(tmp_path, "--kinds=bias_gelu,gated", "--sizes=24,32,40")
   assert [(row["name"], row["direction"]) for row in rows] == [
       ("bias_gelu 24x32x40", "forward"), ("bias_gelu 24x32x40", "both"),
       ("gated 24x32x40", "forward"), ("gated 24x32x40", "both"),
@@ -49,7 +50,7 @@ def test_a_wrong_layer_fails(tmp_path, monkeypatch):
   )
   monkeypatch.setitem(layers.LAYERS, "residual", wrong)
   with pytest.raises(SystemExit):
-    run(tmp_path, "--layers=residual", "--passes=forward")
+    run(tmp_path, "--kinds=residual", "--passes=forward")
 
 
 def test_an_error_that_is_not_finite():
