@@ -85,6 +85,7 @@ def test_activations_in_a_kernel(name):
   check("pipelined", problem, small_config("pipelined"), bound=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", MOSAIC_KERNELS)
 def test_kernels(kernel):
   problem = make_problem(130, 152, 136, "TN", batch=2, epilogue=FULL)
@@ -151,6 +152,7 @@ def test_float16_parts_have_two_results():
   check("persistent", problem, config, bound=1e-6)
 
 
+@pytest.mark.slow
 def test_a_callable_is_an_activation():
   def leaky(x):
     return jnp.where(x > 0, x, 0.1 * x)
@@ -163,6 +165,7 @@ def test_a_callable_is_an_activation():
 GATED = Epilogue(activation="silu", gated=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layouts", "epilogue"),
     [("NN", GATED), ("NT", dataclasses.replace(GATED, has_bias=True, saves=True)),

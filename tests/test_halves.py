@@ -69,12 +69,14 @@ def test_configs(fields):
   check(problem_of(264, 272, 200), dataclasses.replace(SMALL, **fields))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [dict(cluster_k=2), dict()], ids=str)
 def test_split_k(fields):
   config = SplitKConfig(**{**vars(SMALL), "splits": 2, **fields})
   check(problem_of(72, 136, 64 * 5, batch=2), config, "split_k")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", [{}, {"lhs_batched": False}, {"rhs_batched": False}],
                          ids=str)
 def test_batches_and_epilogues(shared):

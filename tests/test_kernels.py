@@ -100,6 +100,7 @@ def test_swapped_operands(fields, m, n, layouts):
   check("persistent", make_problem(m, n, 200, layouts), config, num_sms=4)
 
 
+@pytest.mark.slow
 def test_swapped_operands_of_split_k_and_of_batches():
   fields = dict(tile_m=64, tile_n=48, consumers=1, cluster_k=2, swap=True)
   for sums in (1, 2):
@@ -135,6 +136,7 @@ def test_many_short_tiles_a_cta(wg_dim, tile_n):
   check("persistent", make_problem(256, 576, 64, "NT"), config, num_sms=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layouts", ["NN", "TT"])
 @pytest.mark.parametrize("fields, n", kernel_cases.WIDE_TILES, ids=str)
 def test_wide_tiles(fields, n, layouts):
@@ -178,6 +180,7 @@ def test_rings_longer_and_shorter_than_k(num_stages, k):
     check(kernel, make_problem(128, 128, k), config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("splits", [2, 3, 7, 18])
 def test_split_k(splits):
   """Also where the last parts of k are short or empty."""
@@ -185,6 +188,7 @@ def test_split_k(splits):
   check("split_k", problem, small_config("split_k", splits=splits))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wg_dim", ["m", "n"])
 @pytest.mark.parametrize(("splits", "cluster_k"), [(2, 2), (6, 2), (3, 3), (8, 4)])
 def test_split_k_within_clusters(splits, cluster_k, wg_dim):

@@ -71,6 +71,7 @@ def test_blocks_of_models(tmp_path):
     assert 0 < row["error"] <= 2 * row["xla_error"] and row["memory_bytes"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", models.SMALL)
 def test_both_ways_of_a_block_agree(name):
   block = models.SMALL[name]()
@@ -84,6 +85,7 @@ def test_both_ways_of_a_block_agree(name):
     assert two_ways.error(a, b) < 1e-5
 
 
+@pytest.mark.slow
 def test_decoding_continues_where_the_cache_ends():
   """One token after the others gives what all of them together give."""
   whole = blocks.llama(1, 9, 64, 96, 4, 2)

@@ -54,6 +54,7 @@ def in_float64(function, values):
     return jax.tree.map(np.asarray, function(wide))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("emulated", [False, True])
 @pytest.mark.parametrize("names", [NAMES, NAMES[:2], NAMES[:3]], ids=len)
 @pytest.mark.parametrize("activation", [None, "gelu", "silu"])
@@ -253,6 +254,7 @@ def gated_unfused(values):
   return activations.apply("silu", gate) * up + values.get("residual", 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("emulated", [False, True])
 @pytest.mark.parametrize("names", [("x", "w_gate", "w_up"), None], ids=["plain", "all"])
 def test_gated_values(names, emulated, rng):

@@ -47,6 +47,7 @@ def test_layouts(layouts, algorithm):
   check(problem_in_parts(133, 203, 141, layouts, algorithm), small())
 
 
+@pytest.mark.slow
 def test_more_products_are_more_exact():
   errors = [
       check(problem_in_parts(128, 128, 320, algorithm=name), small())
@@ -76,6 +77,7 @@ def test_split_k(fields):
   check(problem_in_parts(72, 136, 64 * 5), config, "split_k")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", [{}, {"lhs_batched": False}, {"rhs_batched": False}],
                          ids=str)
 def test_batches_and_epilogues(shared):
@@ -149,6 +151,7 @@ def test_parts_lower(layouts, kernel):
     assert f"jaxgemm_{kernel}" in text and "stablehlo.transpose" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("precision", "bound"), [("high", 6e-6), ("highest", 3e-7)])
 def test_products_and_gradients_in_emulation(precision, bound, rng):
   a, b = (rng.standard_normal(shape).astype(np.float32) for shape in ((72, 96), (96, 40)))

@@ -125,6 +125,7 @@ def test_corpus_is_real_text_and_batches_repeat():
   assert not np.array_equal(first, other)
 
 
+@pytest.mark.slow
 def test_the_model_in_flax_learns_alike():
   """And none of its layers' products are XLA's."""
   pytest.importorskip("flax")
