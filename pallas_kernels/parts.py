@@ -43,7 +43,6 @@ import jax.numpy as jnp
 from pallas_kernels.problem import Config, PersistentConfig, Problem
 
 HIGH, MID, LOW = 0, 1, 2
-_LARGEST = float(jnp.finfo(jnp.bfloat16).max)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,8 +184,9 @@ def split(x: jax.Array, count: int) -> tuple[jax.Array, ...]:
 def split_registers(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Three parts of x in registers of a kernel: as `split`, but cut off, not rounded.
 
-  They add up to x, too, in a third of the instructions. What inf and nan leave of
-  themselves makes nan of the smaller products, which are dropped then.
+  They add up to x, too, in a third of the instructions. A smaller part is up to twice as
+  large as `split`'s. What inf and nan leave of themselves makes nan of the smaller
+  products, which are dropped then.
   """
   found, rest = [], x
   for _ in range(2):
