@@ -94,7 +94,9 @@ def computed(run: Run, direction: str, values: Values) -> Any:
   if direction == "forward":
     return run(operands)
   out, backward = jax.vjp(run, operands)
-  return out, backward(values["ct"])
+  # In a model the cotangent comes after the result: no pass may serve both directions.
+  out, ct = jax.lax.optimization_barrier((out, values["ct"]))
+  return out, backward(ct)
 
 
 def error(found: Any, truth: Any) -> float | None:

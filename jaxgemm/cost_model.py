@@ -115,14 +115,11 @@ def estimate(
   splits_lhs = split is not None and split.lhs_in_registers
   stored = problem.transposed if splits_lhs and config.swap else problem
   masked = kernel == direct.NAME or stored.n * stored.out_itemsize % 16 > 0
-  gated = problem.epilogue.gated
-  splitting = _splitting(problem, config, split) if split and not gated else ()
+  splitting = _splitting(problem, config, split) if split else ()
   num_parts, num_products = (split.count, split.num_products) if split else (1, 1)
   # Of lhs and rhs, beside those of one k tile of one part.
   loads = num_parts / num_products, num_parts / num_products
   weights = num_parts, num_parts
-  if gated:  # Two rhs tiles for one of lhs.
-    loads, weights = (1 / num_products, 1.0), (1, 1)
   if splits_lhs:  # 32 of k: as many bytes of float32 lhs as of 64 of k of a part.
     loads, weights = (1 / num_products, num_parts / 2 / num_products), (2, num_parts)
   promotes = config.promote and not (
@@ -134,7 +131,7 @@ def estimate(
   cluster_k = getattr(config, "cluster_k", 1)
   has_roles = isinstance(config, PersistentConfig)
   tiles_m = tiles.round_up(tiles.cdiv(problem.m, config.tile_m), shared_rhs)
-  tiles_n = tiles.round_up(tiles.cdiv(problem.n, config.tile_n), shared_lhs)
+  tiles_n = tiles.round_up(tiles.cdiv(problem.product_n, config.tile_n), shared_lhs)
   num_tiles = problem.batch * tiles_m * tiles_n * splits
   k_steps = tiles.cdiv(tiles.cdiv(problem.k, config.tile_k), splits)
   k_steps *= num_products
@@ -242,7 +239,7 @@ def _busy(
   # the stores are masked: those occupy the SM's own pipes.
   out_bytes = 4 if sums > 1 else problem.out_itemsize
   rate = model.masked_rate if masked else model.store_rate
-  store = wg_m * wg_n * out_bytes / (rate * cluster_k)
+  store = wg_m * wg_n * out_bytes / (rate * cluster_k * (1 + problem.epilogue.gated))
   store *= 1 + problem.epilogue.num_saved
   if cluster_k > 1:
     store += 4 * wg_m * wg_n / model.exchange_rate
@@ -373,10 +370,8 @@ def _passes(problem: Problem, wg_tile: tuple[int, int]) -> tuple[Pass, ...]:
 @functools.lru_cache(maxsize=1024)
 def _operand_bytes(problem: Problem) -> tuple[int, int, int]:
   """Bytes of lhs, of rhs, and of everything else."""
-  lhs, rhs = (
-      math.prod(shape) * problem.itemsize
-      for shape in (problem.lhs_shape, problem.rhs_shape)
-  )
+  lhs = math.prod(problem.lhs_shape) * problem.itemsize
+  rhs = math.prod(problem.rhs_shape) * problem.itemsize * (1 + problem.epilogue.gated)
   return lhs, rhs, problem.num_bytes - lhs - rhs
 
 

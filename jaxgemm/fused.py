@@ -259,11 +259,11 @@ def _tangent_transpose(ct, *operands, tangent: Tangent):
   if type(ct) is ad.Zero:
     undefined = operands[tangent.num_known :]
     return nothing + [ad.Zero(x.aval.to_ct_aval()) for x in undefined]
-  cts = [ct]
+  wide = [ct]
   slopes = tangent.slopes(lhs, factors, known_by)
   if slopes is not None:
-    wide = lax.convert_element_type(ct, jnp.float32)
-    cts = [lax.convert_element_type(wide * slope, ct.dtype) for slope in slopes]
+    wide = [lax.convert_element_type(ct, jnp.float32) * slope for slope in slopes]
+  cts = [lax.convert_element_type(x, ct.dtype) for x in wide]
   product, grads = tangent.product.linear, []
   if lhs_dot is not None:
     parts = [
@@ -274,8 +274,8 @@ def _tangent_transpose(ct, *operands, tangent: Tangent):
   for dz, dot in zip(cts, dots, strict=False):
     if dot is not None:
       grads.append(gradient(dz, lhs, dot.aval, 1, product))
-  for dz, dot in zip(cts, dots[len(factors) :], strict=False):
-    if dot is not None:
+  for dz, dot in zip(wide, dots[len(factors) :], strict=False):
+    if dot is not None:  # Not of the rounded ones: XLA then does it in the same pass.
       rows = tuple(range(dz.ndim - dot.aval.ndim))
       total = jnp.sum(dz, rows, dtype=jnp.float32)
       grads.append(lax.convert_element_type(total, dot.aval.dtype))

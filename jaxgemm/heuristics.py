@@ -320,7 +320,7 @@ def _multicasts(
       if _shares_out(product.m, config.tile_m, size):
         yield candidate.kernel, dataclasses.replace(config, cluster_m=size)
     for size in along_n:
-      if _shares_out(product.n, config.tile_n, size):
+      if _shares_out(product.product_n, config.tile_n, size):
         yield candidate.kernel, dataclasses.replace(config, cluster_n=size)
 
 
@@ -331,12 +331,13 @@ def _shares_out(size: int, tile: int, cluster: int) -> bool:
 
 
 def _num_tiles(problem: Problem, tile_m: int, tile_n: int) -> int:
-  return problem.batch * tiles.cdiv(problem.m, tile_m) * tiles.cdiv(problem.n, tile_n)
+  tiles_n = tiles.cdiv(problem.product_n, tile_n)
+  return problem.batch * tiles.cdiv(problem.m, tile_m) * tiles_n
 
 
 def _wasteful(problem: Problem, tile_m: int, tile_n: int) -> bool:
   """Whether more than half of the tile lies outside the result, needlessly."""
-  return tile_m > 2 * max(problem.m, 64) or tile_n > 2 * max(problem.n, 64)
+  return tile_m > 2 * max(problem.m, 64) or tile_n > 2 * max(problem.product_n, 64)
 
 
 def _splits(

@@ -11,8 +11,8 @@ import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
+from pallas_kernels import activations, lhs_registers, operand_tiles, parts
 from pallas_kernels import epilogue as epilogues
-from pallas_kernels import lhs_registers, operand_tiles, parts
 from pallas_kernels.halves import Halves
 from pallas_kernels.problem import Config, Problem
 from pallas_kernels.scales import make_scales, pad_block_scales
@@ -79,6 +79,9 @@ def run(
       cluster_names=("cluster",),
       num_threads=num_wgs,
       thread_name="wg",
+      compiler_params=plgpu.CompilerParams(
+          approx_math=epilogue.arithmetic is activations.APPROXIMATE
+      ),
       interpret=interpret,
       kernel_name=f"jaxgemm_{name}",
   )(*flat)
@@ -135,18 +138,11 @@ def make_call(
       transposed=getattr(config, "swap", False), by_registers=by_registers,
   )
   epilogue = dataclasses.replace(epilogue, scales=facts)
-  by_name |= epilogues.prepare_biases(result, operands, _tile_cols(config))
+  by_name |= epilogues.prepare_biases(epilogue, operands)
   inputs = [prepared.lhs, prepared.rhs]
   if epilogue.c is not None:
     inputs.append(epilogues.prepare_c(operands[2], problem))
   return Call(result, prepared, epilogue, tuple(inputs), interpret, by_name)
-
-
-def _tile_cols(config: Config) -> int:
-  """Columns of the result that a cluster stores."""
-  if getattr(config, "swap", False):
-    return config.tile_m * config.cluster_m
-  return config.tile_n * getattr(config, "cluster_n", 1)
 
 
 @functools.lru_cache(maxsize=1024)  # A plan asks for the same few again and again.

@@ -112,6 +112,18 @@ class Epilogue:
   scales: Scales | None = None
 
   @property
+  def bias_cols(self) -> int:
+    """Columns of the result that a piece has."""
+    return PIECE_ROWS if self.transposed else self.out.cols
+
+  @property
+  def arithmetic(self) -> activations.Arithmetic:
+    """Of the activation."""
+    return activations.in_registers(
+        self.problem.epilogue.activation, self.problem.out_itemsize
+    )
+
+  @property
   def smem_bytes(self) -> int:
     return self.out.num_bytes + (self.c.num_bytes if self.c else 0)
 
@@ -136,15 +148,14 @@ class Epilogue:
   ):
     """Stores a warpgroup's accumulator [rows, cols] at (row, col) of the product.
 
-    Of a gated product `acc` is two: of the gate's product, and of the other.
+    Of a gated product the left half of `acc` is the gate's.
     It is of product `of_batch`, if that is not the index `batch` of the result.
 
     Waits for the staging slot that it uses next, never for the last store: call
     `finish` before the kernel ends. `prefetched` says that `prefetch` was called.
     """
-    accs = acc if self.problem.epilogue.gated else [acc]
-    rows, cols = accs[0].shape
     epilogue = self.problem.epilogue
+    rows, cols = acc.shape[0], acc.shape[1] // (1 + epilogue.gated)
     of_batch = batch if of_batch is None else of_batch
     if not prefetched:
       at = dict(wg=wg, batch=batch, row=row, col=col)
@@ -155,8 +166,10 @@ class Epilogue:
       at = (col + j, row + i) if self.transposed else (row + i, col + j)
       to = dict(slots=refs["out_slots"], wg=wg, row=at[0], col=at[1])
       pieces = []
-      for sums, bias, saved in zip(accs, BIASES, SAVED, strict=False):
-        piece = sums[i : i + PIECE_ROWS, j : j + step]
+      for begin, bias, saved in zip(
+          range(j, acc.shape[1], cols), BIASES, SAVED, strict=False
+      ):
+        piece = acc[i : i + PIECE_ROWS, begin : begin + step]
         if self.scales:
           piece = self.scales.apply(
               piece, refs, batch=of_batch, row=row + i, col=col + j
@@ -169,7 +182,7 @@ class Epilogue:
           self._store_piece(piece, refs[saved].at[batch], index=index, **to)
           index += 1
         pieces.append(piece)
-      piece = activations.apply(epilogue.activation, pieces[0])
+      piece = activations.apply(epilogue.activation, pieces[0], self.arithmetic)
       if epilogue.gated:
         piece = piece * pieces[1]
       if self.c:
@@ -192,8 +205,10 @@ class Epilogue:
     """The bias of the columns of the result, which are the rows of a transposed piece.
     """
     dim, start = (0, row) if self.transposed else (1, col)
+    # A piece beyond the last column is not stored: what it gets does not matter.
+    start = jnp.minimum(start, bias_gmem.shape[0] - self.bias_cols)
     bias = plgpu.load(
-        bias_gmem.at[pl.ds(start, piece.shape[dim])],
+        bias_gmem.at[pl.ds(start, self.bias_cols)],
         layout=plgpu.Layout.WGMMA.reduce(1 - dim), optimized=False,
     )
     bias = bias.astype(jnp.float32)
@@ -274,16 +289,12 @@ def make_epilogue(
   return Epilogue(problem, dataclasses.replace(out, cols=cols), c)
 
 
-def prepare_biases(
-    problem: Problem, operands, tile_cols: int
-) -> dict[str, jax.Array]:
-  """The biases [n], the last of the operands, by name.
-
-  They are padded so that every tile of `tile_cols` columns may read its share.
-  """
+def prepare_biases(epilogue: Epilogue, operands) -> dict[str, jax.Array]:
+  """The biases [n], the last of the operands, by name; padded to whole pieces."""
+  problem = epilogue.problem
   if not problem.epilogue.has_bias:
     return {}
-  pad = tiles.round_up(problem.n, tile_cols) - problem.n
+  pad = tiles.round_up(problem.n, epilogue.bias_cols) - problem.n
   biases = operands[-1 - problem.epilogue.gated :]
   return {
       name: lax.pad(x, jnp.zeros((), x.dtype), ((0, pad, 0),)) if pad else x

@@ -55,6 +55,8 @@ class Operand:
     way: see the module's docstring.
     num_parts: arrays of which it consists; a slot has a tile of each (see `parts`).
     emulated: whether every copy is a tiled one.
+    num_arrays: arrays whose tiles lie side by side in one slot, along mn: the two rhs
+      of a gated product. `mn` is of one of them, `tile_mn` of all.
   """
 
   is_lhs: bool
@@ -68,6 +70,7 @@ class Operand:
   way: str
   emulated: bool
   num_parts: int = 1
+  num_arrays: int = 1
 
   @property
   def swizzle(self) -> int:
@@ -81,18 +84,28 @@ class Operand:
     """Arrivals on the slot's barrier, one a copy, when a tile is brought."""
     if self.way == "chunks":
       return self.num_parts * self._num_chunks
-    return self.num_parts * (len(self._boxes) if self.way == "flat" else 1)
+    return self.num_parts * self.num_arrays * len(self._boxes)
 
   @property
   def _num_chunks(self) -> int:
     return self.tile_mn // tiles.swizzle_elems(self.dtype)
 
   @property
+  def array_mn(self) -> int:
+    """The share of one array of `tile_mn`."""
+    return self.tile_mn // self.num_arrays
+
+  @property
   def _boxes(self) -> tuple[tuple[int, int], ...]:
-    """(first row, rows) of the copies of a flat tile."""
-    if self.tile_mn <= tiles.TMA_BOX_LIMIT:
-      return ((0, self.tile_mn),)
-    return tiles.instruction_columns(self.tile_mn)
+    """(first row, rows) of the copies of a flat or tiled tile of one array."""
+    if self.way == "tiled" and self.num_arrays > 1:
+      # TMA writes what it copies without gaps: of a part of the columns, 8 rows at once.
+      return tuple((first, 8) for first in range(0, self.tile_k, 8))
+    if self.way == "tiled":
+      return ((0, self.tile_k),)
+    if self.array_mn <= tiles.TMA_BOX_LIMIT:
+      return ((0, self.array_mn),)
+    return tiles.instruction_columns(self.array_mn)
 
   def slots(self, num_slots: int) -> Any:
     """Scratch type of `num_slots` slots in shared memory, each a tile of each part."""
@@ -126,29 +139,36 @@ class Operand:
       return
     slots = self._views(slots)[0]
     batch = batch if self.batched else 0
-    slot = slot * self.num_parts + part
+    slot, size = slot * self.num_parts + part, self.array_mn
 
-    def copy(dst, rows, cols):
+    def copy(source, dst, rows, cols):
       plgpu.copy_gmem_to_smem(
-          gmem[part].at[batch, pl.ds(*rows), pl.ds(*cols)], dst, barrier,
+          gmem[source].at[batch, pl.ds(*rows), pl.ds(*cols)], dst, barrier,
           collective_axes=collective_axes,
       )
 
     if self.way == "chunks":
       width = tiles.swizzle_elems(self.dtype)
       for i in range(self._num_chunks):
-        copy(slots.at[slot, i], (k, self.tile_k), (mn + i * width, width))
-    elif self.way == "tiled":
-      copy(slots.at[slot], (k, self.tile_k), (mn, self.tile_mn))
-    elif self.mn < self.tile_mn <= tiles.TMA_BOX_LIMIT:
-      # Rows beyond the last are not worth the time to fill them with zeros: what
-      # comes of them is not stored. Each CTA of a cluster loads whole rows of tiles.
-      rows = tiles.round_up(self.mn, 8 * cluster)
-      copy(slots.at[slot, pl.ds(0, rows)], (mn, rows), (k, self.tile_k))
-    else:
-      for first, rows in self._boxes:
-        box = slots.at[slot, pl.ds(first, rows)]
-        copy(box, (mn + first, rows), (k, self.tile_k))
+        array, first = divmod(i * width, size)
+        copy(part + array, slots.at[slot, i], (k, self.tile_k), (mn + first, width))
+      return
+    for array in range(self.num_arrays):
+      begin = array * size
+      if self.way == "tiled":
+        for first, rows in self._boxes:
+          box = slots.at[slot, pl.ds(first, rows), pl.ds(begin, size)]
+          copy(part + array, box, (k + first, rows), (mn, size))
+      elif self.mn < size <= tiles.TMA_BOX_LIMIT:
+        # Rows beyond the last are not worth the time to fill them with zeros: what
+        # comes of them is not stored. Each CTA of a cluster loads whole rows of tiles.
+        rows = tiles.round_up(self.mn, 8 * cluster)
+        box = slots.at[slot, pl.ds(begin, rows)]
+        copy(part + array, box, (mn, rows), (k, self.tile_k))
+      else:
+        for first, rows in self._boxes:
+          box = slots.at[slot, pl.ds(begin + first, rows)]
+          copy(part + array, box, (mn + first, rows), (k, self.tile_k))
 
   def by_registers(self, gmem: Sequence[Ref], slots: Ref, slot, *, batch, mn, k) -> tuple:
     """What `register_loads.load` wants to know of the tile at element (mn, k)."""
@@ -290,7 +310,8 @@ def prepare(
   bits that TF32 lacks (dropping them would cost 2.6 times the error).
 
   Args:
-    lhs, rhs: [batch, ., .] as the problem stores them, or the parts of each.
+    lhs, rhs: [batch, ., .] as the problem stores them: the parts of each, or both rhs
+      of a gated product.
     problem: the problem.
     config: has `tile_m`, `tile_n` and `tile_k`.
     wg_tile: rows and columns of the result that one warpgroup multiplies.
@@ -325,10 +346,12 @@ def prepare(
       else:
         its = tuple(pad_for_tma(x, dtype, its_way) for x in its)
     arrays.append(its)
+    side_by_side = problem.epilogue.gated and not is_lhs
+    counts = (1, len(its)) if side_by_side else (len(its), 1)
     found.append(
         Operand(
             is_lhs, k_major, tile_mn, config.tile_k, dtype, several and batched, mn,
-            problem.k, its_way, emulated, len(its),
+            problem.k, its_way, emulated, *counts,
         )
     )
   return Prepared(*arrays, *found)

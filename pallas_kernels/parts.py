@@ -64,7 +64,6 @@ class Parts:
     scaled: whether rows of lhs and columns of rhs are scaled first, so that all sums
       are finite (see `halves`).
     lhs_in_registers: whether lhs is split there, and comes whole.
-    lhs_count: parts of lhs, if not as many as of rhs.
     lost: the share of a sum over 64 products of high high that the tensor cores'
       truncation takes away, on average.
   """
@@ -75,7 +74,6 @@ class Parts:
   groups: tuple[Group, ...]
   scaled: bool = False
   lhs_in_registers: bool = False
-  lhs_count: int | None = None
   # Between normal (4.9e-8) and uniform data (6.6e-8), k of 64 to 8192, on an H200.
   lost: float = 5.7e-8
 
@@ -94,10 +92,6 @@ OF_ALGORITHM = {
     "bf16_x6": Parts("bfloat16", "bf16_f32", 3, (_LOW, _MID, _HIGH)),
     "bf16_x9": Parts("bfloat16", "bf16_f32", 3, (*_REST[::-1], _LOW, _MID, _HIGH)),
 }
-# Not parts of one rhs, but two that lhs is multiplied by: see `Epilogue.gated`.
-_GATED = Parts(
-    "bfloat16", "bf16_f32", 2, (Group(1.0, ((0, 0),)), Group(1.0, ((0, 1),))), lhs_count=1
-)
 SPLIT_LHS = dataclasses.replace(OF_ALGORITHM["bf16_x6"], lhs_in_registers=True)
 HALVES = Parts(
     "float16", "f16_f32", 2, (Group(2.0**-11, _MID.pairs), _HIGH), scaled=True,
@@ -112,10 +106,6 @@ def is_split(problem: Problem) -> bool:
 
 def of(problem: Problem, config: Config | None = None) -> Parts | None:
   """The parts that the config has the operands split into, or None."""
-  if problem.epilogue.gated:
-    return dataclasses.replace(
-        _GATED, dtype=problem.dtype, algorithm=problem.algorithm
-    )
   if getattr(config, "float16_parts", False):
     return HALVES
   if getattr(config, "split_lhs", False):
@@ -134,8 +124,6 @@ def product(problem: Problem, float16_parts: bool = False) -> Problem:
 
 def check(problem: Problem, config: PersistentConfig) -> str | None:
   """Why the parts cannot be multiplied as the config says, or None."""
-  if problem.epilogue.gated:
-    return _check_gated(problem, config)
   if config.float16_parts and problem.algorithm != "bf16_x6":
     return f"float16_parts=True is a way of bf16_x6, not of {problem.algorithm}"
   if config.split_lhs:
@@ -153,17 +141,6 @@ def check(problem: Problem, config: PersistentConfig) -> str | None:
     return f"promote={config.promote}: sums of {problem.algorithm} take 1"
   if not config.pad:
     return f"pad=False: parts of {problem.algorithm} are padded as they are made"
-  return None
-
-
-def _check_gated(problem: Problem, config: PersistentConfig) -> str | None:
-  """Why the two products of a gated one cannot be formed at once, or None."""
-  if problem.itemsize != 2:
-    return f"gated products are of 16-bit operands, not of {problem.dtype}"
-  for name, wanted in (("promote", 0), ("pad", True), ("swap", False),
-                       ("float16_parts", False), ("split_lhs", False)):
-    if getattr(config, name) != wanted:
-      return f"{name}={getattr(config, name)}: gated products take {wanted}"
   return None
 
 

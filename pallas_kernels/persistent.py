@@ -60,6 +60,7 @@ def supports(problem: Problem, config: PersistentConfig) -> str | None:
   return (
       tiles.check_problem(problem, scales=True)
       or specialised.check_scales(problem, config)
+      or specialised.check_gated(problem, config)
       or specialised.check_parts(problem, config, supports)
       or specialised.check_config(problem, config)
   )
@@ -122,7 +123,7 @@ def _launch(
   call = calls.make_call(
       swapped(operands, config), specialised.multiplied(problem, config), config,
       wg_tile=specialised.wg_tile(config), num_wgs=config.consumers, interpret=interpret,
-      result=problem, halves=split,
+      result=problem, halves=split, stored_cols=specialised.stored_cols(problem, config),
   )
   return run(
       call, specialised.multiplied(problem, config), config, name=NAME, num_sms=num_sms,
@@ -148,6 +149,7 @@ def run(
   `exchange` their sums.
   """
   wg_tile_shape = specialised.wg_tile(config)
+  stored_shape = wg_tile_shape[0], specialised.stored_cols(call.result, config)
   ring, epilogue = make_ring(call.prepared, config, k_steps), call.epilogue
   split = parts.of(call.result, config)
   lost = 0.0  # To truncation, of the sum of a k tile; the emulator rounds.
@@ -187,7 +189,7 @@ def run(
         starts = dict(lhs_start=share.row, rhs_start=share.col)
         at = dict(wg=wg, batch=index, row=m + share.row, col=n + share.col)
         if exchange is None:
-          epilogue.prefetch(c_gmem, refs, shape=wg_tile_shape, **at)
+          epilogue.prefetch(c_gmem, refs, shape=stored_shape, **at)
 
         def multiply(acc, first, count):
           ring.consume(
@@ -220,10 +222,6 @@ def run(
           acc = accumulate.sum_over_k(
               multiply, shape=wg_tile_shape, k_steps=k_steps, promote=config.promote,
               dtype=problem.acc_dtype, factors=block_factors if in_blocks else None,
-          )
-        elif call.result.epilogue.gated:
-          acc = accumulate.each_group(
-              multiply_groups, finish, shape=wg_tile_shape, k_steps=k_steps, of=split
           )
         elif specialised.overlaps(call.result, config):
           acc = accumulate.sum_of_groups(
@@ -287,6 +285,7 @@ class ClusterGrid:
   """Clusters of CTAs that walk over copies x batch x (output tiles)."""
 
   config: PersistentConfig
+  tile_n: int  # Columns of the result.
   tiles_m: int  # Tiles of a cluster along m.
   tiles_n: int
   num_tiles: int  # Over the batch.
@@ -296,10 +295,11 @@ class ClusterGrid:
   def of(cls, problem: Problem, config, *, num_sms: int, copies: int = 1) -> ClusterGrid:
     """The grid of `problem`, every tile of which is done `copies` times."""
     tiles_m = tiles.cdiv(problem.m, config.tile_m * config.cluster_m)
-    tiles_n = tiles.cdiv(problem.n, config.tile_n * config.cluster_n)
+    tile_n = config.tile_n // (1 + problem.epilogue.gated)
+    tiles_n = tiles.cdiv(problem.n, tile_n * config.cluster_n)
     num_tiles = copies * problem.batch * tiles_m * tiles_n
     num_clusters = min(num_tiles, max(1, num_sms // config.cluster))
-    return cls(config, tiles_m, tiles_n, num_tiles, num_clusters)
+    return cls(config, tile_n, tiles_m, tiles_n, num_tiles, num_clusters)
 
   def local_count(self):
     """Tiles of this CTA."""
@@ -321,4 +321,4 @@ class ClusterGrid:
       mi = mi * config.cluster_m + rank
     if config.cluster_n > 1:
       ni = ni * config.cluster_n + rank
-    return batch, mi * config.tile_m, ni * config.tile_n
+    return batch, mi * config.tile_m, ni * self.tile_n

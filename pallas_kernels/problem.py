@@ -189,6 +189,11 @@ class Problem:
     return (self.batch, self.m, self.n)
 
   @property
+  def product_n(self) -> int:
+    """Columns that are multiplied: of a gated product those of both rhs."""
+    return self.n * (1 + self.epilogue.gated)
+
+  @property
   def rhs_dtype(self) -> str:
     """Dtype of rhs, by name."""
     return _RHS_DTYPES.get(self.algorithm, self.dtype)
@@ -215,7 +220,7 @@ class Problem:
 
   @property
   def flops(self) -> int:
-    return 2 * self.batch * self.m * self.n * self.k * (1 + self.epilogue.gated)
+    return 2 * self.batch * self.m * self.product_n * self.k
 
   @property
   def num_bytes(self) -> int:
@@ -289,7 +294,8 @@ class PersistentConfig:
   """The numbers of the warp-specialised kernels.
 
   Attributes:
-    tile_m, tile_n, tile_k: tile of one CTA.
+    tile_m, tile_n, tile_k: tile of one CTA; of a gated product tile_n / 2 columns of
+      each rhs.
     num_stages: slots of the shared-memory ring.
     consumers: warpgroups that multiply, 1 to 3.
     wg_dim: the dimension of the tile that consumers share out; with "tile" two of

@@ -29,6 +29,11 @@ def wg_tile(config: PersistentConfig) -> tuple[int, int]:
   return config.tile_m, config.tile_n // config.consumers
 
 
+def stored_cols(problem: Problem, config: PersistentConfig) -> int:
+  """Columns that a consumer stores of each result: half of a gated product's."""
+  return wg_tile(config)[1] // (1 + problem.epilogue.gated)
+
+
 def multiplied(problem: Problem, config: PersistentConfig) -> Problem:
   """What the kernel multiplies: the problem, or the transposed one, or its parts'."""
   return parts.product(
@@ -129,6 +134,23 @@ def check_scales(problem: Problem, config: PersistentConfig) -> str | None:
   return None
 
 
+def check_gated(problem: Problem, config: PersistentConfig) -> str | None:
+  """Why the columns of two rhs cannot lie side by side in a tile, or None."""
+  if not problem.epilogue.gated:
+    return None
+  if problem.itemsize != 2:
+    return f"gated products are of 16-bit operands, not of {problem.dtype}"
+  if config.wg_dim == "n":
+    return "wg_dim='n': each consumer of a gated product needs columns of both rhs"
+  for name, wanted in (("promote", 0), ("pad", True), ("swap", False)):
+    if getattr(config, name) != wanted:
+      return f"{name}={getattr(config, name)}: gated products take {wanted}"
+  step = 2 * tiles.rhs_step(problem)
+  if config.tile_n % step:
+    return f"tile_n={config.tile_n} must be a multiple of {step} for two rhs"
+  return None
+
+
 def _check_tile(product: Problem, config: PersistentConfig) -> str | None:
   """Why TMA and wgmma cannot work on the tile, or None."""
   if config.split_lhs:
@@ -149,7 +171,7 @@ def smem_bytes(problem: Problem, config: PersistentConfig) -> int:
   if config.split_lhs and config.swap:  # The transposed product, stored as it is.
     problem, transposed = problem.transposed, False
   epilogue = calls.epilogue_bytes(
-      problem, wg_tile(config)[1], config.consumers, transposed
+      problem, stored_cols(problem, config), config.consumers, transposed
   )
   return ring + epilogue + tiles.BARRIER_BYTES
 
@@ -159,10 +181,10 @@ def slot_bytes(problem: Problem, config: PersistentConfig) -> int:
   if config.split_lhs:
     return lhs_registers.slot_bytes(config)
   split = parts.of(problem, config)
-  rhs_parts = split.count if split else 1
+  num_parts = split.count if split else 1
   return tiles.slot_bytes(
       multiplied(problem, config), config.tile_m, config.tile_n, config.tile_k,
-      lhs_parts=(split and split.lhs_count) or rhs_parts, rhs_parts=rhs_parts,
+      lhs_parts=num_parts, rhs_parts=num_parts,
   )
 
 

@@ -208,7 +208,7 @@ def _reduce(partials, others, problem, config, num_sms, interpret) -> jax.Array:
   inputs = [partials]
   if epilogue.c is not None:
     inputs.append(epilogues.prepare_c(others[0], problem))
-  by_name = epilogues.prepare_biases(problem, others, rows if config.swap else cols)
+  by_name = epilogues.prepare_biases(epilogue, others)
   return calls.run(
       _kernel, tuple(inputs), problem, epilogue, name=f"{NAME}_reduce", scratch={},
       grid=problem.batch * pieces, num_wgs=1, by_name=by_name, interpret=interpret,

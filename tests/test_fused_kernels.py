@@ -174,14 +174,14 @@ GATED = Epilogue(activation="silu", gated=True)
 )
 def test_gated(layouts, epilogue):
   problem = make_problem(130, 152, 136, layouts, batch=2, epilogue=epilogue)
-  check("persistent", problem, small_config("persistent", tile_n=64), bound=8e-3)
+  check("persistent", problem, small_config("persistent", tile_n=128), bound=8e-3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
     [dict(wg_dim="tile", tile_m=64), dict(cluster_n=2), dict(cluster_m=2),
-     dict(consumers=1, tile_m=64), dict(tile_m=64, tile_n=128, wg_dim="n")],
+     dict(consumers=1, tile_m=64), dict(tile_n=96), dict(tile_n=256, num_stages=2)],
     ids=str,
 )
 def test_gated_configs(fields):
@@ -201,7 +201,7 @@ def test_lowers_for_cuda(kernel, n):
 def test_gated_lowers_for_cuda(n):
   problem = make_problem(256, n, 512, epilogue=dataclasses.replace(FULL, gated=True))
   assert "jaxgemm_persistent" in lowered(
-      "persistent", problem, small_config("persistent", tile_n=64)
+      "persistent", problem, small_config("persistent", tile_n=256)
   )
 
 
@@ -216,6 +216,8 @@ def test_gated_lowers_for_cuda(n):
         ("persistent", dict(promote=1), dict(epilogue=GATED), "promote=1"),
         ("persistent", dict(swap=True, tile_n=64), dict(epilogue=GATED), "swap=True"),
         ("persistent", {}, dict(epilogue=GATED, dtype="float32"), "16-bit"),
+        ("persistent", dict(wg_dim="n", tile_n=256), dict(epilogue=GATED), "wg_dim='n'"),
+        ("persistent", dict(tile_n=64), dict(epilogue=GATED), "multiple of 128"),
     ],
 )
 def test_supports_says_what_is_not_fused(kernel, fields, problem_fields, named):
@@ -237,6 +239,7 @@ GPU_CASES = [
      Epilogue(has_bias=True, activation="gelu"), (520,)),
     ("persistent", dict(tile_n=128), dataclasses.replace(FULL, gated=True), (520, 517)),
     ("persistent", dict(wg_dim="tile", tile_m=64), GATED, (520, 517)),
+    ("persistent", dict(tile_n=256, cluster_m=2), GATED, (520, 517)),
 ]
 
 
