@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxgemm.checkpoint_policies import name_product
+from jaxgemm.cotangents import Pass, cotangents
 from jaxgemm.lowering import epilogue
 from jaxgemm.primitive import bind as bind  # Which is whole with the rules below.
 from jaxgemm.primitive import gemm_p, gradient, linear_p, result_type, scaled
@@ -188,23 +189,31 @@ class Tangent:
         [next(dots) if moves else None for moves in self.moving],
     )
 
-  def slopes(self, lhs, factors, known_by) -> list[jax.Array] | None:
-    """What the tangent of each product is multiplied by, float32; None: by nothing."""
+  def entering(self, lhs, factors, known_by) -> list[jax.Array] | None:
+    """What enters the activation; None, if slopes do not depend on it."""
     product = self.product
     if not _needs_entering(product):
       return None
-    if product.recomputes:
-      again = product.linear.replace(has_bias=product.has_bias, out_dtype="float32")
-      entering = []
-      for i, rhs in enumerate(factors):
-        out = bind(lhs, rhs, *known_by[i : i + 1], product=again)
-        entering.append(out[0] if again.is_fused else out)
-    else:
-      entering = [lax.convert_element_type(x, jnp.float32) for x in known_by]
-    slope = activations.slope(product.activation, entering[0])
-    if not product.gated:
+    if not product.recomputes:
+      return list(known_by)
+    again = product.linear.replace(has_bias=product.has_bias)
+    found = []
+    for i, rhs in enumerate(factors):
+      out = bind(lhs, rhs, *known_by[i : i + 1], product=again)
+      found.append(out[0] if again.is_fused else out)
+    return found
+
+  def slopes(self, lhs, factors, known_by) -> list[jax.Array] | None:
+    """What the tangent of each product is multiplied by, float32; None: by nothing."""
+    entering = self.entering(lhs, factors, known_by)
+    if entering is None:
+      return None
+    entering = [lax.convert_element_type(x, jnp.float32) for x in entering]
+    slope = activations.slope(self.product.activation, entering[0])
+    if not self.product.gated:
       return [slope]
-    return [slope * entering[1], activations.apply(product.activation, entering[0])]
+    opened = activations.apply(self.product.activation, entering[0])
+    return [slope * entering[1], opened]
 
 
 def _tangent(*operands, tangent: Tangent):
@@ -259,11 +268,7 @@ def _tangent_transpose(ct, *operands, tangent: Tangent):
   if type(ct) is ad.Zero:
     undefined = operands[tangent.num_known :]
     return nothing + [ad.Zero(x.aval.to_ct_aval()) for x in undefined]
-  wide = [ct]
-  slopes = tangent.slopes(lhs, factors, known_by)
-  if slopes is not None:
-    wide = [lax.convert_element_type(ct, jnp.float32) * slope for slope in slopes]
-  cts = [lax.convert_element_type(x, ct.dtype) for x in wide]
+  cts, totals = _cotangents(ct, tangent, tangent.entering(lhs, factors, known_by))
   product, grads = tangent.product.linear, []
   if lhs_dot is not None:
     parts = [
@@ -274,12 +279,24 @@ def _tangent_transpose(ct, *operands, tangent: Tangent):
   for dz, dot in zip(cts, dots, strict=False):
     if dot is not None:
       grads.append(gradient(dz, lhs, dot.aval, 1, product))
-  for dz, dot in zip(wide, dots[len(factors) :], strict=False):
-    if dot is not None:  # Not of the rounded ones: XLA then does it in the same pass.
-      rows = tuple(range(dz.ndim - dot.aval.ndim))
-      total = jnp.sum(dz, rows, dtype=jnp.float32)
+  for total, dot in zip(totals, dots[len(factors) :], strict=False):
+    if dot is not None:
       grads.append(lax.convert_element_type(total, dot.aval.dtype))
   return nothing + grads
+
+
+def _cotangents(ct, tangent: Tangent, entering):
+  """The cotangent of each product, and if any bias moves their sums over rows."""
+  product, count = tangent.product, 1 + tangent.product.gated
+  sums, bias_rank = any(tangent.moving[1 + count :]), product.dims.n
+  if entering is not None:
+    facts = Pass(
+        product.activation, product.gated, sums, bias_rank,
+        by_xla=product.implementation == "xla", target=product.target,
+    )
+    return cotangents(entering, ct, facts)
+  rows = tuple(range(ct.ndim - bias_rank))
+  return [ct], [jnp.sum(ct, rows, dtype=jnp.float32)] if sums else []
 
 
 def _tangent_batch(operands, axes, *, tangent: Tangent):

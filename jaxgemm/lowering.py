@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+import functools
+from typing import Any
+
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -152,24 +156,30 @@ def local_product(product: Product, *operands):
   return [lax.reshape(x, shape) for x in found]
 
 
-def emulated_product(plan: plans.Plan, operands, device: Device) -> jax.Array:
-  """Runs the kernel in interpret mode from a callback.
+def in_emulator(launch: Callable[..., Any], out: Any, operands):
+  """launch(operands, interpret=...), a kernel's, of the type `out`, from a callback.
 
   The interpreter orders its steps by effects, which checkpoint and grad refuse; a
   callback that runs the whole kernel is a pure function to JAX.
   """
 
-  def host(*arrays):
+  def host(arrays):
     def interpret(params):
       with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        return plans.run(plan, jax.tree.map(jnp.asarray, arrays), device, params)
+        return launch(jax.tree.map(jnp.asarray, arrays), interpret=params)
 
     return compat.run_interpreted(interpret)
 
+  return jax.pure_callback(host, out, operands)
+
+
+def emulated_product(plan: plans.Plan, operands, device: Device) -> jax.Array:
+  """Runs the kernel in interpret mode."""
   out = jax.ShapeDtypeStruct(plan.problem.out_shape, jnp.dtype(plan.problem.out_dtype))
   if num_saved := plan.problem.epilogue.num_saved:
     out = (out,) * (1 + num_saved)
-  return jax.pure_callback(host, out, *operands)
+  launch = functools.partial(plans.run, plan, device=device)
+  return in_emulator(launch, out, tuple(operands))
 
 
 def _portable(precision):

@@ -72,7 +72,6 @@ class Arithmetic:
 
 
 ARRAYS = Arithmetic(lax.logistic, lambda x: 0.5 * lax.erfc(-x * math.sqrt(0.5)))
-# Not to be differentiated.
 REGISTERS = Arithmetic(lax.logistic, lambda x: _cdf(x, lambda t: 1.0 / t))
 APPROXIMATE = Arithmetic(
     lambda x: _approximate_reciprocal(1.0 + jnp.exp(-x)),
@@ -84,25 +83,59 @@ def _relu(x):
   return jnp.where(x <= 0.0, 0.0, x)  # The slope at 0 is 0; nan stays nan.
 
 
-def _squared_relu(x):
-  positive = _relu(x)
-  return positive * positive
+_GELU = 2.0 * math.sqrt(2.0 / math.pi), 0.044715
 
 
 def _gelu(x, by: Arithmetic):
-  inner = math.sqrt(2.0 / math.pi) * (x + 0.044715 * (x * x * x))
-  return x * by.sigmoid(2.0 * inner)
+  scale, cubic = _GELU
+  return x * by.sigmoid(scale * (x + cubic * (x * x * x)))
 
 
-_FUNCTIONS: dict[str, Callable[[jax.Array, Arithmetic], jax.Array]] = {
+def _gelu_slope(x, by: Arithmetic):
+  scale, cubic = _GELU
+  y = by.sigmoid(scale * (x + cubic * (x * x * x)))
+  return y + x * (y * (1.0 - y)) * (scale + 3.0 * scale * cubic * (x * x))
+
+
+def _sigmoid_slope(x, by: Arithmetic):
+  y = by.sigmoid(x)
+  return y * (1.0 - y)
+
+
+def _silu_slope(x, by: Arithmetic):
+  y = by.sigmoid(x)
+  return y + x * (y * (1.0 - y))
+
+
+def _tanh_slope(x, _):
+  y = jnp.tanh(x)
+  return 1.0 - y * y
+
+
+def _gelu_exact_slope(x, by: Arithmetic):
+  return by.cdf(x) + x * (jnp.exp(-0.5 * (x * x)) * math.sqrt(0.5 / math.pi))
+
+
+_Table = dict[str, Callable[[jax.Array, Arithmetic], jax.Array]]
+_FUNCTIONS: _Table = {
     NONE: lambda x, _: x,
     "relu": lambda x, _: _relu(x),
-    "squared_relu": lambda x, _: _squared_relu(x),
+    "squared_relu": lambda x, _: _relu(x) * _relu(x),
     "sigmoid": lambda x, by: by.sigmoid(x),
     "silu": lambda x, by: x * by.sigmoid(x),
     "tanh": lambda x, _: jnp.tanh(x),
     "gelu": _gelu,
     "gelu_exact": lambda x, by: x * by.cdf(x),
+}
+_SLOPES: _Table = {
+    NONE: lambda x, _: jnp.ones_like(x),
+    "relu": lambda x, _: jnp.where(x <= 0.0, 0.0, 1.0),
+    "squared_relu": lambda x, _: 2.0 * _relu(x),
+    "sigmoid": _sigmoid_slope,
+    "silu": _silu_slope,
+    "tanh": _tanh_slope,
+    "gelu": _gelu_slope,
+    "gelu_exact": _gelu_exact_slope,
 }
 NAMES = tuple(name for name in _FUNCTIONS if name != NONE)
 
@@ -125,7 +158,8 @@ def apply(activation: Activation, x: jax.Array, by: Arithmetic = ARRAYS) -> jax.
   return activation(x) if callable(activation) else _FUNCTIONS[activation](x, by)
 
 
-def slope(activation: Activation, x: jax.Array) -> jax.Array:
+def slope(activation: Activation, x: jax.Array, by: Arithmetic = ARRAYS) -> jax.Array:
   """The derivative of the activation at x, float32."""
-  function = lambda x: apply(activation, x)
-  return jax.jvp(function, (x,), (jnp.ones_like(x),))[1]
+  if callable(activation):
+    return jax.jvp(activation, (x,), (jnp.ones_like(x),))[1]
+  return _SLOPES[activation](x, by)

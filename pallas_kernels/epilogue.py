@@ -59,6 +59,7 @@ class Staging:
     cols: columns of a piece.
     num_wgs: warpgroups that store.
     rows: rows of a piece.
+    num_slots: pieces of each warpgroup that have room at once.
   """
 
   way: str
@@ -66,6 +67,7 @@ class Staging:
   cols: int
   num_wgs: int
   rows: int = PIECE_ROWS
+  num_slots: int = NUM_SLOTS
 
   @property
   def swizzle(self) -> int:
@@ -81,13 +83,13 @@ class Staging:
     itemsize = jnp.dtype(self.dtype).itemsize
     if self.way == "masked":
       return tiles.round_up(self.num_wgs * PIECE_ROWS * self.pitch * itemsize, 1024)
-    return self.num_wgs * NUM_SLOTS * self.rows * self.cols * itemsize
+    return self.num_wgs * self.num_slots * self.rows * self.cols * itemsize
 
   def slots(self) -> Any:
     dtype = jnp.dtype(self.dtype)
     if self.way == "masked":
       return plgpu.SMEM((self.num_wgs, PIECE_ROWS, self.pitch), dtype)
-    shape = (self.num_wgs, NUM_SLOTS, self.rows, self.cols)
+    shape = (self.num_wgs, self.num_slots, self.rows, self.cols)
     transforms = tiles.swizzled(dtype, self.swizzle)
     tiled = plgpu.SMEM(shape, dtype, transforms=transforms)
     if self.way == "tiled":

@@ -24,15 +24,15 @@ LAYERS = (
     ("plan", "product", "checkpoint_policies"),
     ("lowering",),
     ("partitioning",),
-    ("primitive",),
+    ("primitive", "cotangents"),
     ("fused",),
     ("api", "autotune"),
     ("scaled", "layers", "einsums"),
     ("__init__",),
 )
 KERNEL_IMPORTERS = {
-    "cost_model", "heuristics", "plan", "table", "triton_heuristics", "user_table",
-    "xla_times",
+    "cost_model", "cotangents", "heuristics", "plan", "table", "triton_heuristics",
+    "user_table", "xla_times",
 }
 # A checkout has suites to tune for; a wheel has none, and must not miss them.
 SUITES_IMPORTER = ROOT / "jaxgemm" / "autotune" / "problems.py"

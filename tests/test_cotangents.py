@@ -1,0 +1,120 @@
+"""The pass from a layer's cotangent to those of its products."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxgemm
+from jaxgemm import reference
+from pallas_kernels import activations, compat
+from pallas_kernels import cotangents as kernel
+from pallas_kernels.cotangents import Cotangents
+
+
+def operands_of(facts, seed=0):
+  rng = np.random.default_rng(seed)
+  shape = (facts.rows, facts.cols)
+  return [
+      jnp.asarray(rng.standard_normal(shape), facts.dtype) for _ in range(facts.count + 1)
+  ]
+
+
+def check(facts, found, sums, operands):
+  with jax.enable_x64(True):
+    wide = [x.astype("float64") for x in operands]
+    truth = kernel.derivatives(facts, wide[:-1], wide[-1])
+  for ours, its in zip(found, truth, strict=True):
+    assert reference.relative_error(ours, its) < 3e-3
+  assert len(sums) == facts.sums * facts.count
+  for ours, its in zip(sums, truth, strict=False):
+    assert reference.relative_error(ours, np.sum(np.asarray(its), axis=0)) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "facts",
+    [
+        Cotangents(700, 520, "bfloat16", "gelu"),
+        Cotangents(640, 128, "float16", "silu", gated=True),
+        Cotangents(130, 72, "bfloat16", "relu", sums=False),
+        Cotangents(70, 1032, "float16", "gelu_exact", gated=True, sums=False),
+        Cotangents(9, 8, "bfloat16", lambda x: jnp.where(x > 0, x, 0.1 * x)),
+    ],
+    ids=["plain", "gated", "no_sums", "gated_no_sums", "callable"],
+)
+def test_values(facts):
+  operands = operands_of(facts)
+  found, sums = compat.run_interpreted(
+      lambda params: kernel.launch(operands, facts, num_sms=4, interpret=params)
+  )
+  check(facts, found, sums, operands)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("activation", activations.NAMES)
+def test_lowers_for_cuda(activation, gated):
+  facts = Cotangents(2048, 1096, "bfloat16", activation, gated)
+  run = lambda *x: kernel.launch(x, facts, num_sms=132)
+  exported = jax.export.export(jax.jit(run), platforms=["cuda"])(*operands_of(facts))
+  assert "jaxgemm_cotangents" in exported.mlir_module()
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [(dict(dtype="float32"), "16 bits"), (dict(cols=2047), "2047"),
+     (dict(rows=8), "8x2048")],
+)
+def test_supports(fields, named):
+  facts = dict(rows=2048, cols=2048, dtype="bfloat16", activation="gelu") | fields
+  assert named in kernel.supports(Cotangents(**facts))
+
+
+def test_chunks_keep_the_sms_busy():
+  for rows, cols in ((8192, 14336), (8192, 3072), (16384, 3072), (6304, 4096)):
+    facts = Cotangents(rows, cols, "bfloat16", "gelu")
+    chunks = facts.num_chunks(132)
+    strips = -(-cols // 256)
+    pieces = -(-rows // 64)
+    waves = -(-strips * chunks // 132)
+    assert strips * pieces / (waves * -(-pieces // chunks) * 132) > 0.7, (rows, cols)
+
+
+def gradients(values, **options):
+  def loss(values):
+    out = jaxgemm.linear(**values, activation="gelu", precision=None, **options)
+    return jnp.sum(out.astype(jnp.float32) ** 2)
+
+  return jax.grad(loss)(values)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("save", ["preactivation", "nothing"])
+def test_a_layer_s_backward_pass_takes_it(save, rng, monkeypatch):
+  monkeypatch.setattr(kernel, "LEAST_ELEMENTS", 1)
+  shapes = dict(x=(2, 96, 72), w=(72, 136), bias=(136,))
+  values = {k: jnp.asarray(rng.standard_normal(s), "bfloat16") for k, s in shapes.items()}
+  run = jax.jit(functools.partial(gradients, save=save))
+  with jaxgemm.target("NVIDIA H200"):
+    text = jax.export.export(run, platforms=["cuda"])(values).mlir_module()
+  assert text.count("jaxgemm_cotangents") >= 1
+  with jaxgemm.emulate():
+    found = gradients(values, save=save)
+  wanted = gradients(values, save=save)
+  for name in shapes:
+    assert reference.relative_error(found[name], wanted[name]) < 2e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("activation", activations.NAMES)
+@pytest.mark.parametrize("shape", [(2048, 1096), (1001, 4096), (8192, 768)], ids=str)
+def test_gpu(shape, activation, gated):
+  facts = Cotangents(*shape, "bfloat16", activation, gated)
+  operands = operands_of(facts)
+  run = jax.jit(lambda x: kernel.launch(x, facts, num_sms=132))
+  check(facts, *run(operands), operands)
