@@ -93,9 +93,10 @@ def llama(
     q, k, values = jnp.split(mixed, (heads, heads + kv_heads), 2)
     q, k = _rotated(q, cached), _rotated(k, cached)
     if cached:
-      k = jnp.concatenate([v["keys"], k], 1)
-      values = jnp.concatenate([v["values"], values], 1)
-    seen = _attention(q, k, values, is_causal=not cached)
+      seen = _decoded(q, k, values, v["keys"], v["values"])
+    else:
+      seen = _attention(q, k, values, is_causal=True)
+    seen = seen.reshape(sequences, tokens, heads * head)
     x = layers.linear(seen, v["out"], residual=x)
     hidden = layers.gated(_rms_norm(x, v["mlp_norm"]), v["gate"], v["up"])
     return layers.linear(hidden, v["down"], residual=x)
@@ -103,8 +104,11 @@ def llama(
   return Block(shapes, run, trains=not cached)
 
 
-def vit(images: int, patches: int = 197, width: int = 1024, heads: int = 16) -> Block:
-  """A block of ViT-L."""
+def vit(images: int, patches: int = 196, width: int = 1024, heads: int = 16) -> Block:
+  """A block of ViT-L, of patches of 16 x 16 of 224 x 224 pixels.
+
+  Without the class token: cuDNN's attention refuses the odd 197.
+  """
   shapes = dict(
       x=(images, patches, width), qkv=(width, 3 * width), qkv_bias=(3 * width,),
       out=(width, width), out_bias=(width,), up=(width, 4 * width),
@@ -118,7 +122,7 @@ def vit(images: int, patches: int = 197, width: int = 1024, heads: int = 16) -> 
     normal = _layer_norm(x, v["attention_scale"], v["attention_shift"])
     mixed = layers.linear(normal, v["qkv"], v["qkv_bias"])
     mixed = mixed.reshape(images, patches, 3, heads, width // heads)
-    seen = _attention(*(mixed[:, :, i] for i in range(3)))
+    seen = _attention(*(mixed[:, :, i] for i in range(3))).reshape(x.shape)
     x = layers.linear(seen, v["out"], v["out_bias"], residual=x)
     normal = _layer_norm(x, v["mlp_scale"], v["mlp_shift"])
     hidden = layers.linear(normal, v["up"], v["up_bias"], activation="gelu")
@@ -142,13 +146,26 @@ def draw(block: Block, seed: int, dtype="bfloat16") -> Params:
   }
 
 
-def _attention(q, k, values, **options: Any) -> jax.Array:
-  """[sequences, tokens, heads, head] of each -> [sequences, tokens, heads * head]."""
+def _attention(q, k, values, **options: Any):
+  """jax.nn.dot_product_attention of [sequences, tokens, heads, head] each."""
   fused = jax.default_backend() == "gpu" and q.dtype == jnp.bfloat16
-  out = jax.nn.dot_product_attention(
+  return jax.nn.dot_product_attention(
       q, k, values, implementation="cudnn" if fused else "xla", **options
   )
-  return out.reshape(*out.shape[:2], -1)
+
+
+def _decoded(q, k, values, keys_seen, values_seen) -> jax.Array:
+  """Attention of one token to itself and to those already seen.
+
+  The two are weighted by their shares of the sum of exponentials. So nothing is appended
+  to the cache, which a server extends in place, and which we only read.
+  """
+  out, log_sum = _attention(q, keys_seen, values_seen, return_residual=True)
+  group = q.shape[2] // k.shape[2]
+  k, values = (_wide(jnp.repeat(x, group, 2)) for x in (k, values))
+  own = jnp.sum(_wide(q) * k, -1) / math.sqrt(q.shape[-1])
+  share = jax.nn.sigmoid(own - log_sum.reshape(own.shape))[..., None]
+  return ((1 - share) * _wide(out) + share * values).astype(q.dtype)
 
 
 def _wide(x: jax.Array) -> jax.Array:

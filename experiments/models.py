@@ -33,7 +33,7 @@ SMALL = {
     "llama": lambda: blocks.llama(2, 16, 64, 96, 4, 2),
     **{f"llama_t{n}": functools.partial(blocks.llama, n, 1, 64, 96, 4, 2, cached=8)
        for n in (1, 8, 64)},
-    "vit": lambda: blocks.vit(2, 17, 64, 4),
+    "vit": lambda: blocks.vit(2, 16, 64, 4),
 }
 _BLOCKS = flags.DEFINE_list("blocks", list(BLOCKS), "Blocks; see experiments/models.py.")
 flags.register_validator(
