@@ -24,7 +24,8 @@ class Layers:
   """What computes the products of a block.
 
   Attributes:
-    linear: linear(x, w, bias=None, *, activation=None, residual=None).
+    linear: linear(x, w, bias=None, *, activation=None, residual=None,
+      transposed=False).
     gated: gated(x, w_gate, w_up), with silu.
   """
 
@@ -32,8 +33,8 @@ class Layers:
   gated: Callable[..., jax.Array]
 
 
-def _linear(x, w, bias=None, *, activation=None, residual=None):
-  out = x @ w
+def _linear(x, w, bias=None, *, activation=None, residual=None, transposed=False):
+  out = x @ (w.T if transposed else w)
   if bias is not None:
     out = out + bias
   if activation is not None:
@@ -104,31 +105,40 @@ def llama(
   return Block(shapes, run, trains=not cached)
 
 
+def block_shapes(width: int) -> dict[str, tuple[int, ...]]:
+  """Shapes of the parameters of `pre_norm_block`."""
+  return dict(
+      qkv=(width, 3 * width), qkv_bias=(3 * width,), out=(width, width),
+      out_bias=(width,), up=(width, 4 * width), up_bias=(4 * width,),
+      down=(4 * width, width), down_bias=(width,),
+      **{f"{norm}_{part}": (width,) for norm in ("attention", "mlp")
+         for part in ("scale", "shift")},
+  )
+
+
+def pre_norm_block(
+    x: jax.Array, v: Params, layers: Layers, heads: int, *, is_causal: bool
+) -> jax.Array:
+  """Attention, then a perceptron four times as wide, of x [sequences, tokens, width]."""
+  normal = layer_norm(x, v["attention_scale"], v["attention_shift"])
+  mixed = layers.linear(normal, v["qkv"], v["qkv_bias"])
+  mixed = mixed.reshape(*x.shape[:2], 3, heads, x.shape[-1] // heads)
+  seen = _attention(*(mixed[:, :, i] for i in range(3)), is_causal=is_causal)
+  x = layers.linear(seen.reshape(x.shape), v["out"], v["out_bias"], residual=x)
+  normal = layer_norm(x, v["mlp_scale"], v["mlp_shift"])
+  hidden = layers.linear(normal, v["up"], v["up_bias"], activation="gelu")
+  return layers.linear(hidden, v["down"], v["down_bias"], residual=x)
+
+
 def vit(images: int, patches: int = 196, width: int = 1024, heads: int = 16) -> Block:
   """A block of ViT-L, of patches of 16 x 16 of 224 x 224 pixels.
 
   Without the class token: cuDNN's attention refuses the odd 197.
   """
-  shapes = dict(
-      x=(images, patches, width), qkv=(width, 3 * width), qkv_bias=(3 * width,),
-      out=(width, width), out_bias=(width,), up=(width, 4 * width),
-      up_bias=(4 * width,), down=(4 * width, width), down_bias=(width,),
-      **{f"{norm}_{part}": (width,) for norm in ("attention", "mlp")
-         for part in ("scale", "shift")},
-  )
-
   def run(v: Params, layers: Layers) -> jax.Array:
-    x = v["x"]
-    normal = _layer_norm(x, v["attention_scale"], v["attention_shift"])
-    mixed = layers.linear(normal, v["qkv"], v["qkv_bias"])
-    mixed = mixed.reshape(images, patches, 3, heads, width // heads)
-    seen = _attention(*(mixed[:, :, i] for i in range(3))).reshape(x.shape)
-    x = layers.linear(seen, v["out"], v["out_bias"], residual=x)
-    normal = _layer_norm(x, v["mlp_scale"], v["mlp_shift"])
-    hidden = layers.linear(normal, v["up"], v["up_bias"], activation="gelu")
-    return layers.linear(hidden, v["down"], v["down_bias"], residual=x)
+    return pre_norm_block(v["x"], v, layers, heads, is_causal=False)
 
-  return Block(shapes, run)
+  return Block(block_shapes(width) | {"x": (images, patches, width)}, run)
 
 
 def draw(block: Block, seed: int, dtype="bfloat16") -> Params:
@@ -178,7 +188,7 @@ def _rms_norm(x, scale):
   return (wide * jax.lax.rsqrt(mean + 1e-5) * _wide(scale)).astype(x.dtype)
 
 
-def _layer_norm(x, scale, shift):
+def layer_norm(x, scale, shift):
   wide = _wide(x)
   wide = wide - jnp.mean(wide, -1, keepdims=True)
   variance = jnp.mean(jnp.square(wide), -1, keepdims=True)

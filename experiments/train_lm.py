@@ -1,7 +1,8 @@
 r"""Trains a small language model with XLA's products, jaxgemm's, or both in turn.
 
-The model (experiments/transformer.py, or with --model=nnx the same in Flax,
-experiments/transformer_nnx.py) learns the source text of Python's standard library byte
+The model (experiments/transformer.py; with --model=nnx the same in Flax,
+experiments/transformer_nnx.py; with --model=gpt2 GPT-2 of layers that are fused where
+they can be, experiments/gpt2.py) learns the source text of Python's standard library byte
 by byte. Both implementations start from the same parameters and see
 the same batches, so that their losses must agree; which kernels ran is counted in
 the compiled step. They take turns every few steps; the time of a step is the median
@@ -13,11 +14,12 @@ support. The figures go to train_lm.json, the loss curves to train_lm.png.
   python -m experiments.train_lm --steps=20
   python -m experiments.train_lm --vocabulary=50257 --steps=200
   python -m experiments.train_lm --model=nnx --vocabulary=50257 --batch=16
+  python -m experiments.train_lm --model=gpt2 --vocabulary=50257 --batch=16
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import importlib
 import itertools
@@ -28,6 +30,7 @@ import statistics
 import sys
 import time
 import types
+from typing import Any
 
 from absl import app, flags, logging
 import jax
@@ -36,7 +39,15 @@ from matplotlib.figure import Figure
 import numpy as np
 import optax
 
-from experiments import common_flags, corpus, progress, provenance, transformer
+from experiments import (
+  blocks,
+  common_flags,
+  corpus,
+  gpt2,
+  progress,
+  provenance,
+  transformer,
+)
 from experiments.kernel_count import GemmCount, count_gemms
 import jaxgemm
 from jaxgemm.device import current_device, supported
@@ -93,7 +104,8 @@ _IMPLEMENTATION = flags.DEFINE_enum(
 )
 
 _MODEL = flags.DEFINE_enum(
-    "model", "plain", ["plain", "nnx"], "The transformer in plain JAX or in Flax nnx."
+    "model", "plain", ["plain", "nnx", "gpt2"],
+    "The transformer in plain JAX, in Flax nnx, or of fused layers."
 )
 
 DOT_GENERALS: dict[str, transformer.DotGeneral] = {
@@ -119,6 +131,7 @@ class Run:
     kernel_ms: time of all kernels of a step; None where it was not taken.
     tokens_per_second: as `step_ms` has it.
     compile_s: seconds to trace, lower and compile the step.
+    memory_bytes: that a step needs beside its state and batch.
     gemms: the GEMM kernels in the compiled step.
   """
 
@@ -128,6 +141,7 @@ class Run:
   kernel_ms: float | None
   tokens_per_second: float | None
   compile_s: float
+  memory_bytes: int
   gemms: GemmCount
 
   @property
@@ -162,7 +176,7 @@ class Trainee:
       training: Training,
       text: np.ndarray,
   ):
-    dot_general, model = DOT_GENERALS[implementation], _model(training.model)
+    model, products = _model(training.model)
     optimizer = optax.adam(
         optax.linear_schedule(
             0.0, training.learning_rate, max(1, training.steps // 10)
@@ -172,7 +186,7 @@ class Trainee:
     def update(state, tokens):
       params, optimizer_state = state
       loss, gradients = jax.value_and_grad(model.loss)(
-          params, tokens, config, dot_general
+          params, tokens, config, products[implementation]
       )
       updates, optimizer_state = optimizer.update(gradients, optimizer_state)
       return (optax.apply_updates(params, updates), optimizer_state), loss
@@ -234,15 +248,19 @@ class Trainee:
         statistics.median(self._kernel_ms) if self._kernel_ms else None,
         None if step_s is None else self._tokens_per_step / step_s,
         self._compile_s,
+        self._step.memory_analysis().temp_size_in_bytes,
         count_gemms(self._step.as_text()),
     )
 
 
-def _model(name: str) -> types.ModuleType:
-  """The module of a model: its `init` and `loss`."""
+def _model(name: str) -> tuple[types.ModuleType, Mapping[str, Any]]:
+  """The module of a model (`init`, `loss`), and what its products are computed by."""
   if name == "plain":
-    return transformer
-  return importlib.import_module("experiments.transformer_nnx")  # Needs Flax.
+    return transformer, DOT_GENERALS
+  if name == "gpt2":
+    return gpt2, blocks.LAYERS
+  # Needs Flax.
+  return importlib.import_module("experiments.transformer_nnx"), DOT_GENERALS
 
 
 class _AsItIs(jax.stages.Wrapped):
@@ -413,6 +431,7 @@ def main(argv: Sequence[str]) -> None:
               "kernel_ms": _json(run.kernel_ms),
               "tokens_per_second": _json(run.tokens_per_second),
               "compile_s": run.compile_s,
+              "memory_bytes": run.memory_bytes,
               "jaxgemm_gemms": run.gemms.jaxgemm,
               "xla_gemms": run.gemms.xla,
           }
@@ -433,7 +452,8 @@ def main(argv: Sequence[str]) -> None:
   for run in runs:
     print(
         f"{run.implementation}: loss {run.losses[0]:.4f} -> {run.final_loss:.4f},"
-        f" {_times(run)}, compiled in {run.compile_s:.1f} s\n"
+        f" {_times(run)}, {run.memory_bytes / 1e6:,.0f} MB, compiled in"
+        f" {run.compile_s:.1f} s\n"
         f"  GEMM kernels in the step: {run.gemms}"
     )
   for what, field in (("a step", "step_ms"), ("its kernels", "kernel_ms")):

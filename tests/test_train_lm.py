@@ -11,7 +11,7 @@ import numpy as np
 from product_cases import count_primitives
 import pytest
 
-from experiments import corpus, kernel_count, train_lm, transformer
+from experiments import blocks, corpus, gpt2, kernel_count, train_lm, transformer
 
 TINY = transformer.Config(layers=1, width=16, heads=2, vocabulary=256, sequence=16)
 TRAINING = train_lm.Training(steps=3, batch=4, learning_rate=0.01, seed=0)
@@ -143,3 +143,22 @@ def test_the_model_in_flax_learns_alike():
   step = jax.grad(lambda p: transformer_nnx.loss(p, tokens, TINY, dot_general))
   found = count_primitives(step, params)
   assert found["jaxgemm"] == 3 * 7 and found["dot_general"] == 6  # Attention's own.
+
+
+def test_gpt_2_learns_alike():
+  """And of each block two layers have their bias, gelu or residual in the kernel."""
+  text = np.frombuffer(b"abc " * 100, np.uint8)
+  training = dataclasses.replace(TRAINING, model="gpt2")
+  xla, ours = train_lm.train(
+      list(train_lm.DOT_GENERALS), TINY, training, text, time_kernels=False
+  )
+  np.testing.assert_allclose(ours.losses, xla.losses, rtol=1e-3)
+  assert ours.losses[2] < ours.losses[0] - 0.1
+  params = gpt2.init(TINY, jax.random.key(0))
+  tokens = np.zeros((2, TINY.sequence + 1), np.int32)
+  layers = blocks.LAYERS["jaxgemm"]
+  found = count_primitives(
+      jax.grad(lambda p: gpt2.loss(p, tokens, TINY, layers)), params
+  )
+  names = ("jaxgemm_linear", "jaxgemm", "jaxgemm_cotangents")
+  assert [found[name] for name in names] == [4, 8 + 3, 1]
