@@ -32,9 +32,10 @@ cotangents_p.multiple_results = True
 class Pass:
   """The parameters of cotangents_p.
 
-  Its operands are what enters the activation (two arrays if gated) and the cotangent, all
-  of one shape and dtype. Its results are the cotangent of each product, and if `sums` the
-  float32 sum of each over all dimensions but the last `bias_rank`.
+  Its operands are what enters the activation (two arrays if gated, none without one)
+  and the cotangent, all of one shape and dtype. Its results are the cotangent of each product,
+  where that is another, and if `sums` the float32 sum of each over all dimensions but the
+  last `bias_rank`.
   """
 
   activation: Activation
@@ -55,9 +56,11 @@ class Pass:
 
 def cotangents(entering, ct, facts: Pass) -> tuple[list[jax.Array], list[jax.Array]]:
   """The cotangent of each product, and the sum of each if wanted."""
+  if not entering and not facts.sums:
+    return [ct], []
   operands = compat.vary_alike(*entering, ct)
   found = cotangents_p.bind(*operands, facts=facts)
-  return found[: 1 + facts.gated], found[1 + facts.gated :]
+  return found[: len(entering)] or [ct], found[len(entering) :]
 
 
 def _by_xla(*operands, facts: Pass) -> list[jax.Array]:
@@ -66,7 +69,8 @@ def _by_xla(*operands, facts: Pass) -> list[jax.Array]:
   found = kernel.derivatives(facts.facts(shape, dtype), entering, ct)
   rows = tuple(range(len(shape) - facts.bias_rank))
   sums = [jnp.sum(x, rows) for x in found] if facts.sums else []
-  return [lax.convert_element_type(x, dtype) for x in found] + sums
+  stored = found[: len(entering)]
+  return [lax.convert_element_type(x, dtype) for x in stored] + sums
 
 
 def _by_kernel(*operands, facts: Pass) -> list[jax.Array]:
@@ -118,8 +122,7 @@ def _abstract_eval(*operands, facts: Pass):
   total, _ = lax.reduce_sum_p.abstract_eval(
       ct.update(dtype=jnp.dtype("float32")), axes=rows, out_sharding=None
   )
-  count = 1 + facts.gated
-  return [ct] * count + [total] * (count * facts.sums)
+  return [ct] * (len(operands) - 1) + [total] * ((1 + facts.gated) * facts.sums)
 
 
 def _jvp(primals, tangents, *, facts: Pass):

@@ -189,11 +189,11 @@ class Tangent:
         [next(dots) if moves else None for moves in self.moving],
     )
 
-  def entering(self, lhs, factors, known_by) -> list[jax.Array] | None:
-    """What enters the activation; None, if slopes do not depend on it."""
+  def entering(self, lhs, factors, known_by) -> list[jax.Array]:
+    """What enters the activation; nothing, if slopes do not depend on it."""
     product = self.product
     if not _needs_entering(product):
-      return None
+      return []
     if not product.recomputes:
       return list(known_by)
     again = product.linear.replace(has_bias=product.has_bias)
@@ -206,7 +206,7 @@ class Tangent:
   def slopes(self, lhs, factors, known_by) -> list[jax.Array] | None:
     """What the tangent of each product is multiplied by, float32; None: by nothing."""
     entering = self.entering(lhs, factors, known_by)
-    if entering is None:
+    if not entering:
       return None
     entering = [lax.convert_element_type(x, jnp.float32) for x in entering]
     slope = activations.slope(self.product.activation, entering[0])
@@ -289,14 +289,11 @@ def _cotangents(ct, tangent: Tangent, entering):
   """The cotangent of each product, and if any bias moves their sums over rows."""
   product, count = tangent.product, 1 + tangent.product.gated
   sums, bias_rank = any(tangent.moving[1 + count :]), product.dims.n
-  if entering is not None:
-    facts = Pass(
-        product.activation, product.gated, sums, bias_rank,
-        by_xla=product.implementation == "xla", target=product.target,
-    )
-    return cotangents(entering, ct, facts)
-  rows = tuple(range(ct.ndim - bias_rank))
-  return [ct], [jnp.sum(ct, rows, dtype=jnp.float32)] if sums else []
+  facts = Pass(
+      product.activation, product.gated, sums, bias_rank,
+      by_xla=product.implementation == "xla", target=product.target,
+  )
+  return cotangents(entering, ct, facts)
 
 
 def _tangent_batch(operands, axes, *, tangent: Tangent):

@@ -32,8 +32,10 @@ import math
 
 import jax
 from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
+from pallas_kernels import compat
 from pallas_kernels.problem import NONE, Activation
 
 _Function = Callable[[jax.Array], jax.Array]
@@ -47,9 +49,14 @@ _ERFC = (
 
 
 def _approximate_reciprocal(x):
-  """1 / x of x >= 1, inf included: two instructions, where a division takes ten."""
-  root = lax.rsqrt(x)
-  return root * root
+  """1 / x of wgmma's registers: one instruction, where a division takes ten."""
+  shape = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=plgpu.Layout.WGMMA)
+
+  @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=shape)
+  def reciprocal(_, x):
+    return compat.by_instruction(x, "rcp.approx.ftz.f32")
+
+  return reciprocal(x)
 
 
 def _cdf(x, reciprocal: _Function):
@@ -88,12 +95,12 @@ _GELU = 2.0 * math.sqrt(2.0 / math.pi), 0.044715
 
 def _gelu(x, by: Arithmetic):
   scale, cubic = _GELU
-  return x * by.sigmoid(scale * (x + cubic * (x * x * x)))
+  return x * by.sigmoid(x * (scale + scale * cubic * (x * x)))
 
 
 def _gelu_slope(x, by: Arithmetic):
   scale, cubic = _GELU
-  y = by.sigmoid(scale * (x + cubic * (x * x * x)))
+  y = by.sigmoid(x * (scale + scale * cubic * (x * x)))
   return y + x * (y * (1.0 - y)) * (scale + 3.0 * scale * cubic * (x * x))
 
 
@@ -147,10 +154,12 @@ def check(activation: Activation) -> str | None:
   return f"activation {activation!r} is neither a callable nor one of {', '.join(NAMES)}"
 
 
-def in_registers(activation: Activation, out_itemsize: int) -> Arithmetic:
+def in_registers(
+    activation: Activation, out_itemsize: int, *, emulated: bool
+) -> Arithmetic:
   """The arithmetic of a kernel; APPROXIMATE wants its approximate instructions."""
   known = activation in ("sigmoid", "silu", "gelu", "gelu_exact")
-  return APPROXIMATE if known and out_itemsize == 2 else REGISTERS
+  return APPROXIMATE if known and out_itemsize == 2 and not emulated else REGISTERS
 
 
 def apply(activation: Activation, x: jax.Array, by: Arithmetic = ARRAYS) -> jax.Array:

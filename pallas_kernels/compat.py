@@ -64,6 +64,14 @@ def run_interpreted(fun: Callable[[plgpu.InterpretGPUParams], Any]) -> Any:
     return result
 
 
+# -- Registers ---------------------------------------------------------------------
+
+
+def by_instruction(x, name: str):
+  """A PTX instruction of one float32 operand, of each element of a FragmentedArray."""
+  return x._pointwise(x._lift_fast_instr(name))
+
+
 # -- Primitives and sharding -------------------------------------------------------
 
 

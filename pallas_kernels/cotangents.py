@@ -6,9 +6,9 @@ or, of a gated product, for each factor of activation(z0) * z1:
 
   dz0 = ct * slope(z0) * z1,  dz1 = ct * activation(z0)     the sums of both
 
-in one pass: what the products multiply is stored, rounded, and the gradients of the
-biases are summed up before rounding, each warpgroup's rows in a row of their own; what
-is left to add are few rows.
+or, without an activation, the sums of ct alone. All in one pass: what the products
+multiply is stored, rounded, and the gradients of the biases are summed up before
+rounding, each CTA's rows in a row of their own; what is left to add are few rows.
 
 Each warpgroup walks down a strip of columns, 64 rows at a time. TMA brings the next
 pieces while it computes:
@@ -32,7 +32,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import accumulate, activations, tiles
 from pallas_kernels.epilogue import NUM_SLOTS, PIECE_ROWS, Staging
-from pallas_kernels.problem import Activation
+from pallas_kernels.problem import NONE, Activation
 
 NAME = "cotangents"
 NUM_WGS = 2  # Of a CTA. More of them, with less on the way for each, were 5% slower.
@@ -47,7 +47,7 @@ class Cotangents:
   Attributes:
     rows, cols: of the cotangent.
     dtype: of all arrays, by name.
-    activation: see `activations`.
+    activation: see `activations`. Without one there is no z, and no result but the sums.
     gated: whether there are two arrays z and two results.
     sums: whether their sums over rows are wanted.
   """
@@ -61,13 +61,18 @@ class Cotangents:
 
   @property
   def count(self) -> int:
-    """Arrays z, and of each kind of result."""
+    """Cotangents of products."""
     return 1 + self.gated
+
+  @property
+  def num_entering(self) -> int:
+    """Arrays z, and results that are stored."""
+    return self.count if self.gated or self.activation != NONE else 0
 
   @property
   def num_loads(self) -> int:
     """Pieces of each array that are on their way to a warpgroup at once."""
-    return 2 if self.gated else 3
+    return (6, 3, 2)[self.num_entering]
 
   def num_chunks(self, num_sms: int) -> int:
     """Parts of the rows, as many as keep most SMs busy to the end."""
@@ -95,6 +100,8 @@ def derivatives(
     facts: Cotangents, entering, ct, by: activations.Arithmetic = activations.ARRAYS
 ) -> list[jax.Array]:
   """Each dz, float32, from what enters the activation and the cotangent, float32."""
+  if not entering:
+    return [ct]
   slope = activations.slope(facts.activation, entering[0], by)
   if not facts.gated:
     return [ct * slope]
@@ -105,23 +112,24 @@ def derivatives(
 def launch(
     operands, facts: Cotangents, *, num_sms: int, interpret=None
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-  """Returns each dz [rows, cols], and if wanted the sum [cols] of each, float32.
+  """Returns each dz [rows, cols], unless it is ct, and if wanted the sums, float32.
 
   `operands` are each z and the cotangent, [rows, cols].
   """
-  emulated, count, num_loads = interpret is not None, facts.count, facts.num_loads
+  emulated, num_loads = interpret is not None, facts.num_loads
+  count, num_stored = facts.count, facts.num_entering
   chunks = facts.num_chunks(num_sms)
   pieces = tiles.cdiv(tiles.cdiv(facts.rows, PIECE_ROWS), chunks)
   cols = tiles.swizzle_elems(facts.dtype)
   strips = tiles.cdiv(facts.cols, cols * NUM_WGS)
   padded_cols = strips * NUM_WGS * cols
   way = "tiled" if emulated else "flat"
-  arithmetic = activations.in_registers(facts.activation, 2)
+  arithmetic = activations.in_registers(facts.activation, 2, emulated=emulated)
   loads = Staging(way, facts.dtype, cols, NUM_WGS, num_slots=num_loads)
   stores = Staging(way, facts.dtype, cols, NUM_WGS)
 
   def _kernel(*gmem, slots, out_slots, barriers, turns):
-    sources, results = gmem[: count + 1], gmem[count + 1 :]
+    sources, results = gmem[: num_stored + 1], gmem[num_stored + 1 :]
     wg, cta = lax.axis_index("wg"), lax.axis_index("cta")
     chunk = lax.div(cta, jnp.int32(strips))
     strip = (cta - chunk * strips) * NUM_WGS + wg
@@ -150,8 +158,8 @@ def launch(
       found = derivatives(facts, entering, ct, arithmetic)
       out_slot = lax.rem(piece, jnp.int32(NUM_SLOTS))
       # The slots are free once all stores but those of the last piece have read theirs.
-      plgpu.wait_smem_to_gmem(count * (NUM_SLOTS - 1), wait_read_only=True)
-      for dz, its in zip(found, out_slots, strict=True):
+      plgpu.wait_smem_to_gmem(num_stored * (NUM_SLOTS - 1), wait_read_only=True)
+      for dz, its in zip(found, out_slots, strict=False):
         stores.views(its)[1][wg, out_slot] = dz.astype(jnp.dtype(facts.dtype))
       plgpu.commit_smem()
       for its, result in zip(out_slots, results, strict=False):
@@ -174,7 +182,7 @@ def launch(
       def _wait_for_the_one_before():
         plgpu.barrier_wait(turns.at[wg - 1])
 
-      for total, result in zip(sums, results[count:], strict=True):
+      for total, result in zip(sums, results[num_stored:], strict=True):
         result[chunk, pl.ds(col, cols)] = jnp.sum(total, axis=0)
 
       @pl.when(wg < NUM_WGS - 1)
@@ -187,12 +195,12 @@ def launch(
   partial = jax.ShapeDtypeStruct((chunks, padded_cols), jnp.float32)
   found = plgpu.kernel(
       _kernel,
-      out_type=[dz] * count + [partial] * (count * facts.sums),
+      out_type=[dz] * num_stored + [partial] * (count * facts.sums),
       scratch_types=dict(
-          slots=[loads.slots() for _ in range(count + 1)],
-          out_slots=[stores.slots() for _ in range(count)],
+          slots=[loads.slots() for _ in range(num_stored + 1)],
+          out_slots=[stores.slots() for _ in range(num_stored)],
           barriers=plgpu.Barrier(
-              num_arrivals=count + 1, num_barriers=NUM_WGS * num_loads
+              num_arrivals=num_stored + 1, num_barriers=NUM_WGS * num_loads
           ),
           turns=plgpu.Barrier(num_barriers=NUM_WGS - 1),
       ),
@@ -206,5 +214,5 @@ def launch(
       interpret=interpret,
       kernel_name=f"jaxgemm_{NAME}",
   )(*operands)
-  sums = [jnp.sum(x, axis=0)[: facts.cols] for x in found[count:]]
-  return list(found[:count]), sums
+  sums = [jnp.sum(x, axis=0)[: facts.cols] for x in found[num_stored:]]
+  return list(found[:num_stored]), sums

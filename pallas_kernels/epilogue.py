@@ -122,7 +122,8 @@ class Epilogue:
   def arithmetic(self) -> activations.Arithmetic:
     """Of the activation."""
     return activations.in_registers(
-        self.problem.epilogue.activation, self.problem.out_itemsize
+        self.problem.epilogue.activation, self.problem.out_itemsize,
+        emulated=self.out.way == "tiled",
     )
 
   @property
