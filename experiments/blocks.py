@@ -73,7 +73,9 @@ def llama(
 ) -> Block:
   """A block of Llama 3, of the 8B model's sizes.
 
-  With `cached` tokens already seen it decodes: their keys and values are inputs.
+  The columns of qkv are grouped: for each head of keys the heads that query it, then its
+  keys and its values, so that a share of the groups is a share of the block. With
+  `cached` tokens already seen it decodes: their keys and values are inputs.
   """
   head = width // heads
   qkv = (heads + 2 * kv_heads) * head
@@ -90,8 +92,9 @@ def llama(
   def run(v: Params, layers: Layers) -> jax.Array:
     x = v["x"]
     mixed = layers.linear(_rms_norm(x, v["attention_norm"]), v["qkv"])
-    mixed = mixed.reshape(sequences, tokens, heads + 2 * kv_heads, head)
-    q, k, values = jnp.split(mixed, (heads, heads + kv_heads), 2)
+    mixed = mixed.reshape(sequences, tokens, kv_heads, heads // kv_heads + 2, head)
+    q = mixed[:, :, :, :-2].reshape(sequences, tokens, heads, head)
+    k, values = mixed[:, :, :, -2], mixed[:, :, :, -1]
     q, k = _rotated(q, cached), _rotated(k, cached)
     if cached:
       seen = _decoded(q, k, values, v["keys"], v["values"])

@@ -33,9 +33,9 @@ class Pass:
   """The parameters of cotangents_p.
 
   Its operands are what enters the activation (two arrays if gated, none without one)
-  and the cotangent, all of one shape and dtype. Its results are the cotangent of each product,
-  where that is another, and if `sums` the float32 sum of each over all dimensions but the
-  last `bias_rank`.
+  and the cotangent, all of one shape and dtype. Its results are the cotangent of each
+  product, where that is another, and if `sums` the float32 sum of each over all
+  dimensions but the last `bias_rank`.
   """
 
   activation: Activation

@@ -93,8 +93,8 @@ def test_decoding_continues_where_the_cache_ends():
   wanted = whole.run(values, blocks.LAYERS["xla"])[:, -1:]
   x = values["x"]
   mixed = blocks._rms_norm(x, values["attention_norm"]) @ values["qkv"]
-  mixed = mixed.reshape(1, 9, 8, 16)
-  keys, cached = blocks._rotated(mixed[:, :, 4:6], 0), mixed[:, :, 6:]
+  mixed = mixed.reshape(1, 9, 2, 4, 16)
+  keys, cached = blocks._rotated(mixed[:, :, :, 2], 0), mixed[:, :, :, 3]
   last = blocks.llama(1, 1, 64, 96, 4, 2, cached=8)
   out = last.run(
       values | dict(x=x[:, -1:], keys=keys[:, :8], values=cached[:, :8]),

@@ -7,7 +7,6 @@ the collectives that a GPU would run.
 from __future__ import annotations
 
 from collections import Counter
-import re
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
+from experiments.collectives import collectives
 import jaxgemm
 from jaxgemm import reference
 from jaxgemm.partitioning import ShardedArray, choose_layout
@@ -31,17 +31,7 @@ def _mesh(axis_type=AxisType.Auto, shape=(2, 2)) -> jax.sharding.Mesh:
 
 def _collectives(function, *args, **options) -> Counter:
   """Kinds and sorted shapes of the collectives in the compiled text."""
-  text = jax.jit(function, **options).lower(*args).compile().as_text()
-  found = Counter()
-  for shape, kind in re.findall(
-      r"= ([^=\n]*?) (all-gather|all-reduce|reduce-scatter|all-to-all"
-      r"|collective-permute)(?:-start)?\(",
-      text,
-  ):
-    # Of two results in one, and of transposed ones, the same bytes travel.
-    for dims in re.findall(r"\[([\d,]+)\]", shape):
-      found[kind, tuple(sorted(map(int, dims.split(","))))] += 1
-  return found
+  return collectives(jax.jit(function, **options).lower(*args).compile().as_text())
 
 
 def _loss(matmul):
