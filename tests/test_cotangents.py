@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import jax.test_util
 import numpy as np
 import pytest
 
+from experiments.collectives import collectives
 import jaxgemm
 from jaxgemm import reference
+from jaxgemm.contexts import current_target
+from jaxgemm.cotangents import Pass, cotangents
 from pallas_kernels import activations, compat
 from pallas_kernels import cotangents as kernel
 from pallas_kernels.cotangents import Cotangents
@@ -121,3 +127,33 @@ def test_gpu(shape, activation, gated):
   operands = operands_of(facts)
   run = jax.jit(lambda x: kernel.launch(x, facts, num_sms=132))
   check(facts, *run(operands), operands)
+
+
+@pytest.mark.parametrize("spec", [P("x"), P(None, "x")], ids=["rows", "cols"])
+def test_sharded_operands(spec, rng, monkeypatch):
+  """XLA then shares the pass out; what it sums up over devices are the sums."""
+  monkeypatch.setattr(kernel, "LEAST_ELEMENTS", 1)
+  mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:4]), ("x",))
+  facts = Pass("gelu", False, True, 1, by_xla=False, target=None)
+  z, ct = (jnp.asarray(rng.standard_normal((64, 128)), "bfloat16") for _ in range(2))
+  (dz,), (total,) = cotangents([z], ct, facts)
+  shard = lambda x: jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
+  with jaxgemm.emulate():
+    facts = dataclasses.replace(facts, target=current_target())
+    run = jax.jit(lambda z, ct: cotangents([z], ct, facts))
+    step = run.lower(shard(z), shard(ct)).compile()
+    (sharded_dz,), (sharded_total,) = step(shard(z), shard(ct))
+  np.testing.assert_array_equal(sharded_dz, dz)
+  np.testing.assert_allclose(sharded_total, total, 1e-5, 1e-5)
+  found = collectives(step.as_text())
+  assert found == ({("all-reduce", (128,)): 1} if spec[0] else {})
+
+
+def test_batches_and_second_derivatives(rng):
+  facts = Pass("tanh", False, True, 1, by_xla=False, target=None)
+  z, ct = (jnp.asarray(rng.standard_normal((3, 4, 5)), "float32") for _ in range(2))
+  run = lambda z, ct: cotangents([z], ct, facts)
+  (dz,), (total,) = jax.vmap(run)(z, ct)
+  np.testing.assert_allclose(dz, ct * (1 - jnp.tanh(z) ** 2), 1e-5, 1e-6)
+  np.testing.assert_allclose(total, dz.sum(1), 1e-5, 1e-6)
+  jax.test_util.check_grads(lambda z, ct: run(z, ct)[0][0], (z, ct), 1, ["fwd", "rev"])
