@@ -112,8 +112,14 @@ def _lower(ctx, *operands, facts: Pass):
 
 def _lower_kernel(ctx, *operands, facts: Pass):
   num_devices, _, _ = compat.lowering_mesh(ctx)
-  function = _by_kernel if num_devices == 1 else _by_xla  # XLA shards what it knows.
-  return mlir.lower_fun(function, multiple_results=True)(ctx, *operands, facts=facts)
+  if num_devices > 1:  # XLA shards what it knows.
+    return mlir.lower_fun(_by_xla, multiple_results=True)(ctx, *operands, facts=facts)
+  # What runs on one device knows nothing of the mesh in its operands' types.
+  local = ctx.replace(
+      avals_in=[jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]
+  )
+  lowered = mlir.lower_fun(_by_kernel, multiple_results=True)
+  return lowered(local, *operands, facts=facts)
 
 
 def _abstract_eval(*operands, facts: Pass):

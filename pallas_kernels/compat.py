@@ -11,6 +11,7 @@ import threading
 from typing import Any
 
 import jax
+from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src import sharding_impls as _sharding_impls
@@ -83,6 +84,11 @@ def requires_devices(primitive) -> None:
 def vary_alike(*operands):
   """Casts operands to vary over the same manual mesh axes, as lax's functions do."""
   return _core.auto_insert_reshard(*operands)
+
+
+def without_manual_axes():
+  """A context in which a kernel's results need not say over which axes they vary."""
+  return _config._check_vma(False)
 
 
 def canonicalize_precision(precision):

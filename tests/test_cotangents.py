@@ -149,6 +149,28 @@ def test_sharded_operands(spec, rng, monkeypatch):
   assert found == ({("all-reduce", (128,)): 1} if spec[0] else {})
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_lowers_within_shard_map(check_vma, monkeypatch):
+  monkeypatch.setattr(kernel, "LEAST_ELEMENTS", 1)
+  mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:4]), ("x",))
+  shapes = dict(x=(256, 128), w=(128, 256), bias=(256,))
+  values = {k: jax.ShapeDtypeStruct(s, jnp.bfloat16) for k, s in shapes.items()}
+  specs = dict(x=P("x"), w=P(), bias=P())
+  run = jax.shard_map(
+      gradients, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=check_vma
+  )
+  with jaxgemm.target("NVIDIA H200"):
+    text = jax.export.export(jax.jit(run), platforms=["cuda"])(values).mlir_module()
+  assert "jaxgemm_cotangents" in text
+
+
+def test_dz_takes_the_place_of_z():
+  facts = Cotangents(2048, 1096, "bfloat16", "silu", gated=True)
+  run = jax.jit(lambda *x: kernel.launch(x, facts, num_sms=132))
+  exported = jax.export.export(run, platforms=["cuda"])(*operands_of(facts))
+  assert exported.mlir_module().count("output_operand_alias<") == 2
+
+
 def test_batches_and_second_derivatives(rng):
   facts = Pass("tanh", False, True, 1, by_xla=False, target=None)
   z, ct = (jnp.asarray(rng.standard_normal((3, 4, 5)), "float32") for _ in range(2))
