@@ -31,7 +31,7 @@ from jax.sharding import PartitionSpec
 
 from jaxgemm.checkpoint_policies import name_product
 from jaxgemm.cotangents import Pass, cotangents
-from jaxgemm.lowering import epilogue
+from jaxgemm.lowering import epilogue, halves
 from jaxgemm.primitive import bind as bind  # Which is whole with the rules below.
 from jaxgemm.primitive import gemm_p, gradient, linear_p, result_type, scaled
 from jaxgemm.product import Product
@@ -47,8 +47,9 @@ tangent_p = Primitive("jaxgemm_linear_tangent")
 # Without it: "Abstract evaluation for 'jaxgemm_linear' not implemented".
 def _abstract_eval(*operands, product: Product):
   lhs, factors, c, biases = product.named(operands)
-  aval = result_type(lhs, factors[0], product)
-  if product.gated and factors[1].shape != factors[0].shape:
+  rhs = factors[0].update(shape=product.factor_shape(factors[0].shape))
+  aval = result_type(lhs, rhs, product)
+  if len(factors) > 1 and factors[1].shape != factors[0].shape:
     raise TypeError(f"the two rhs have shapes {factors[0].shape}, {factors[1].shape}")
   if c is not None and c.shape != aval.shape:
     raise TypeError(f"the residual has shape {c.shape}, the product {aval.shape}")
@@ -61,6 +62,7 @@ def _abstract_eval(*operands, product: Product):
 
 def unfused(*operands, product: Product) -> list[jax.Array]:
   """The results of linear_p by operations that have rules of their own."""
+  product, operands = product.unpacked(operands, halves)
   lhs, factors, c, biases = product.named(operands)
   linear = product.linear.replace(alpha=1.0, out_dtype="float32")
   products = [gemm_p.bind(lhs, rhs, product=linear) for rhs in factors]
@@ -69,6 +71,9 @@ def unfused(*operands, product: Product) -> list[jax.Array]:
 
 # Without it: "Differentiation rule for 'jaxgemm_linear' not implemented".
 def _jvp(primals, tangents, *, product: Product):
+  if product.packed:  # What derivatives multiply are the two apart.
+    _, tangents = product.unpacked(tangents, _halves_of_tangent)
+    product, primals = product.unpacked(primals, halves)
   operands, dots = product.named(primals), product.named(tangents)
   known = not _needs_entering(product) or product.recomputes
   saving = product.replace(saves=product.saves or not known)
@@ -90,6 +95,13 @@ def _jvp(primals, tangents, *, product: Product):
       _entering_dot(product, operands, dots, i) for i in range(product.num_results - 1)
   ]
   return found, [out_dot, *others]
+
+
+def _halves_of_tangent(x, axis: int) -> list:
+  if _moves(x):
+    return halves(x, axis)
+  half = jax.eval_shape(lambda x: halves(x, axis)[0], jax.typeof(x.instantiate()))
+  return [ad.Zero(half)] * 2
 
 
 def _entering_dot(product: Product, operands, dots, index: int):

@@ -236,7 +236,8 @@ def _specialised(
     return
   like, num_tiles = _alike(problem), _num_tiles(product, tile_m, tile_n)
   # Larger tiles are of no use where most SMs get none.
-  enough = device.num_sms // 4 if tile_m * tile_n > 64 * 64 else 1
+  smallest = 64 * 64 * (1 + problem.epilogue.gated)
+  enough = device.num_sms // 4 if tile_m * tile_n > smallest else 1
   turns = wg_dim != "tile" or num_tiles > device.num_sms
   if turns and num_tiles >= enough:
     promote = promotion(problem, k_steps)

@@ -82,7 +82,8 @@ def gated_linear(
   Args:
     x: [*batch, k].
     w_gate, w_up: [k, n] each, or [n, k] if `transposed`. Or w_gate alone, both in one
-      array [k, 2 * n] (or [2 * n, k]), as `packed` says; they are then cut out first.
+      array [k, 2 * n] (or [2 * n, k]), as `packed` says. Concatenated ones are read where
+      they are, interleaved ones and those of derivatives are cut out first.
     bias_gate, bias_up: None, or [n]; both or none.
     residual: None, or an array that broadcasts to [*batch, n]; added at last.
     packed: "concatenated", the gate's columns first, or "interleaved", theirs in turn.
@@ -98,24 +99,26 @@ def gated_linear(
   """
   w_gate = as_array("gated_linear", w_gate)
   if w_up is None:
-    w_gate, w_up = _unpacked(w_gate, packed, 0 if transposed else 1)
-  w_up = as_array("gated_linear", w_up)
-  if w_gate.shape != w_up.shape:
-    raise TypeError(
-        f"gated_linear: w_gate has shape {w_gate.shape} and w_up {w_up.shape}; they must"
-        " be the same"
-    )
+    weights = _packed(w_gate, packed, 0 if transposed else 1)
+  else:
+    w_up = as_array("gated_linear", w_up)
+    if w_gate.shape != w_up.shape:
+      raise TypeError(
+          f"gated_linear: w_gate has shape {w_gate.shape} and w_up {w_up.shape}; they"
+          " must be the same"
+      )
+    weights = {"w_gate": w_gate, "w_up": w_up}
   if (bias_gate is None) != (bias_up is None):
     raise ValueError("gated_linear: bias_gate and bias_up are given both or not at all")
   return _layer(
-      "gated_linear", x, {"w_gate": w_gate, "w_up": w_up},
-      {"bias_gate": bias_gate, "bias_up": bias_up}, activation, residual, scale,
-      precision, preferred_element_type, transposed, save, implementation, config,
+      "gated_linear", x, weights, {"bias_gate": bias_gate, "bias_up": bias_up},
+      activation, residual, scale, precision, preferred_element_type, transposed, save,
+      implementation, config,
   )
 
 
-def _unpacked(w, packed: str, axis: int) -> tuple[jax.Array, jax.Array]:
-  """The two weights in one array."""
+def _packed(w, packed: str, axis: int) -> dict[str, jax.Array]:
+  """The weights of a gated layer from one array: it, or two of interleaved ones."""
   if packed not in PACKED:
     raise ValueError(
         f"gated_linear: packed={packed!r} must be one of {', '.join(PACKED)}"
@@ -126,10 +129,11 @@ def _unpacked(w, packed: str, axis: int) -> tuple[jax.Array, jax.Array]:
         f" whose dimension {axis} holds two"
     )
   if packed == "concatenated":
-    gate, up = jnp.split(w, 2, axis)
-    return gate, up
-  gate, up = (lax.slice_in_dim(w, i, None, 2, axis) for i in range(2))
-  return gate, up
+    return {"w_gate": w}
+  return {
+      name: lax.slice_in_dim(w, i, None, 2, axis)
+      for i, name in enumerate(("w_gate", "w_up"))
+  }
 
 
 def _layer(
@@ -137,8 +141,9 @@ def _layer(
     activation, residual, scale, precision, preferred_element_type, transposed: bool,
     save: str, implementation, config,
 ) -> jax.Array:
-  """One weight: linear; two: gated."""
-  x = as_array(name, x)
+  """One bias: linear; two: gated, whose weights are two or one array."""
+  x, gated = as_array(name, x), len(biases) == 2
+  packed = gated and len(weights) == 1
   for key, w in weights.items():
     shapes = f"x has shape {x.shape} and {key} {w.shape}"
     if not x.ndim or w.ndim != 2:
@@ -146,6 +151,7 @@ def _layer(
     k, n = w.shape[::-1] if transposed else w.shape
     if x.shape[-1] != k:
       raise TypeError(f"{name}: {shapes}; the last dimension of x must be k={k}")
+    n //= 1 + packed
   activation = NONE if activation is None else activation
   if (reason := activations.check(activation)) is not None:
     raise ValueError(f"{name}: {reason}")
@@ -182,13 +188,15 @@ def _layer(
       raise ValueError(f"implementation {implementation!r} cannot serve: {reason}")
     if transposed:
       factors = [w.T for w in factors]
+    if packed:
+      factors = jnp.split(factors[0], 2, 1)
     return _by_xla(
         x, factors, given, residual, activation, scale, precision,
         jnp.dtype(product.out_dtype),
     )
   product = product.replace(
       alpha=scale, beta=0.0 if residual is None else 1.0, has_bias=bool(given),
-      activation=activation, gated=len(factors) == 2, recomputes=save == "nothing",
+      activation=activation, gated=gated, packed=packed, recomputes=save == "nothing",
   )
   others = [
       v if v.dtype.name in OUT_DTYPES else lax.convert_element_type(v, jnp.float32)

@@ -24,6 +24,7 @@ def xla_product(product: Product, *operands, cuda: bool):
 
   Of a fused product the list of its results.
   """
+  product, operands = product.unpacked(operands, halves)
   dims, out_dtype = product.dims, jnp.dtype(product.out_dtype)
   lhs, factors, c, biases = product.named(operands)
   # XLA rounds to the operands' dtype or to float32 (int32) by itself; any other result,
@@ -47,6 +48,12 @@ def xla_product(product: Product, *operands, cuda: bool):
 
   products = [multiply(rhs) for rhs in factors]
   return products[0] if plain and narrow else epilogue(product, products, c, biases)
+
+
+def halves(x, axis: int) -> list[jax.Array]:
+  """The two halves of x along an axis, as arrays of their own."""
+  size = x.shape[axis] // 2
+  return [lax.slice_in_dim(x, i * size, (i + 1) * size, axis=axis) for i in range(2)]
 
 
 def epilogue(product: Product, products, c, biases):
@@ -149,7 +156,7 @@ def local_product(product: Product, *operands):
     found = emulated_product(plan, arrays, device)
   else:
     found = plans.run(plan, arrays, device)
-  shape = dims.out_shape(lhs.shape, factors[0].shape)
+  shape = dims.out_shape(lhs.shape, product.factor_shape(factors[0].shape))
   if not product.is_fused:
     return lax.reshape(found, shape)
   found = found if product.saves else (found,)

@@ -23,6 +23,7 @@ from jaxgemm.checkpoint_policies import name_product
 from jaxgemm.dims import Dims, fold
 from jaxgemm.lowering import (
   epilogue,
+  halves,
   lax_out_sharding,
   local_product,
   permuted,
@@ -118,7 +119,7 @@ def _lower_kernels(ctx, *operands, product: Product):
     function = functools.partial(local_product, product)
   elif mesh is not None and not is_manual and jax.config.jax_use_shardy_partitioner:
     record_partitioned()
-    function = partitioned_product(product, len(operands), _bind)
+    function = functools.partial(_partitioned, product)
   else:
     # No mesh by whose axes to name the shards; XLA partitions its own dot anyhow.
     return _lower_function(
@@ -133,6 +134,12 @@ def _lower_kernels(ctx, *operands, product: Product):
       compat.constrain_result(ctx, result, aval)
       for result, aval in zip(results, ctx.avals_out, strict=True)
   ]
+
+
+def _partitioned(product: Product, *operands):
+  # Shares of two rhs in one array are not shares of each.
+  product, operands = product.unpacked(operands, halves)
+  return partitioned_product(product, len(operands), _bind)(*operands)
 
 
 def _lower_function(ctx, function, operands, product: Product):

@@ -17,7 +17,7 @@ class Operands[T](NamedTuple):
 
   Attributes:
     lhs: lhs.
-    rhs: one, or of a gated product two.
+    rhs: one, or of a gated product two, or both in one.
     c: c, or None.
     biases: one for each rhs, or none.
   """
@@ -49,6 +49,7 @@ class Product:
     activation: see `pallas_kernels.activations`.
     saves: whether what enters the activation is a second result.
     gated: whether rhs is two operands.
+    packed: whether these are one array, the gate's columns before the other's.
     recomputes: whether that is computed again for derivatives, rather than saved.
     implementation, config: as in jaxgemm.matmul.
     must_serve: whether the named implementation must serve or is only preferred, as
@@ -67,6 +68,7 @@ class Product:
   activation: Activation = NONE
   saves: bool = False
   gated: bool = False
+  packed: bool = False
   recomputes: bool = False
   implementation: str | None = None
   config: Config | None = None
@@ -102,24 +104,47 @@ class Product:
     """alpha * lhs @ rhs alone."""
     return self.replace(
         beta=0.0, has_bias=False, activation=NONE, saves=False, gated=False,
-        recomputes=False,
+        packed=False, recomputes=False,
     )
+
+  @property
+  def num_rhs(self) -> int:
+    """Operands that rhs is."""
+    return 1 + (self.gated and not self.packed)
+
+  def factor_shape(self, rhs_shape: Shape) -> Shape:
+    """The shape of one rhs: of a packed one half of the first dimension n."""
+    if not self.packed:
+      return rhs_shape
+    axis = self.dims.names(self.dims.rhs).index(self.dims.names("n")[0])
+    return (*rhs_shape[:axis], rhs_shape[axis] // 2, *rhs_shape[axis + 1 :])
 
   def named[T](self, operands: Sequence[T]) -> Operands[T]:
     """The operands, or what belongs to each of them, by what they are."""
     lhs, *rest = operands
-    count = 1 + self.gated
-    num_biases = count * self.has_bias
+    count = self.num_rhs
+    num_biases = (1 + self.gated) * self.has_bias
     rhs, rest = tuple(rest[:count]), rest[count:]
     biases = tuple(rest[len(rest) - num_biases :])
     return Operands(lhs, rhs, rest[0] if len(rest) > num_biases else None, biases)
+
+  def unpacked(self, operands, halves) -> tuple[Product, tuple[Any, ...]]:
+    """The product of two rhs apart, and its operands.
+
+    `halves(rhs, axis)` are the two of a packed rhs.
+    """
+    if not self.packed:
+      return self, tuple(operands)
+    lhs, rhs, *others = operands
+    axis = self.dims.names(self.dims.rhs).index(self.dims.names("n")[0])
+    return self.replace(packed=False), (lhs, *halves(rhs, axis), *others)
 
   def problem(
       self, lhs_shape: Shape, rhs_shape: Shape, dtype: str, c_dtype: str | None = None
   ) -> Problem:
     """The problem that these operands are once every group is folded."""
     dims = self.dims
-    sizes = dims.folded_sizes(lhs_shape, rhs_shape)
+    sizes = dims.folded_sizes(lhs_shape, self.factor_shape(rhs_shape))
     return Problem(
         m=sizes["m"],
         n=sizes["n"],

@@ -96,7 +96,8 @@ def make_call(
 ) -> Call:
   """Prepares operands (lhs, rhs[, c][, biases], or scales) for a kernel.
 
-  A gated product's rhs is a tuple, of the gate's and the other matrix.
+  A gated product's rhs is a tuple: of the gate's and the other matrix, or of one array
+  that holds the one behind the other along n.
 
   Args:
     operands, interpret: as `launch` gets them.

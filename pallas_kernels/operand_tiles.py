@@ -57,6 +57,7 @@ class Operand:
     emulated: whether every copy is a tiled one.
     num_arrays: arrays whose tiles lie side by side in one slot, along mn: the two rhs
       of a gated product. `mn` is of one of them, `tile_mn` of all.
+    packed: whether they are one array, the one behind the other along mn.
   """
 
   is_lhs: bool
@@ -71,6 +72,7 @@ class Operand:
   emulated: bool
   num_parts: int = 1
   num_arrays: int = 1
+  packed: bool = False
 
   @property
   def swizzle(self) -> int:
@@ -141,9 +143,10 @@ class Operand:
     batch = batch if self.batched else 0
     slot, size = slot * self.num_parts + part, self.array_mn
 
-    def copy(source, dst, rows, cols):
+    def copy(array, dst, rows, cols):
+      source = gmem[0 if self.packed else part + array]
       plgpu.copy_gmem_to_smem(
-          gmem[source].at[batch, pl.ds(*rows), pl.ds(*cols)], dst, barrier,
+          source.at[batch, pl.ds(*rows), pl.ds(*cols)], dst, barrier,
           collective_axes=collective_axes,
       )
 
@@ -151,24 +154,29 @@ class Operand:
       width = tiles.swizzle_elems(self.dtype)
       for i in range(self._num_chunks):
         array, first = divmod(i * width, size)
-        copy(part + array, slots.at[slot, i], (k, self.tile_k), (mn + first, width))
+        begin = mn + first + self._origin(array)
+        copy(array, slots.at[slot, i], (k, self.tile_k), (begin, width))
       return
     for array in range(self.num_arrays):
-      begin = array * size
+      begin, from_mn = array * size, mn + self._origin(array)
       if self.way == "tiled":
         for first, rows in self._boxes:
           box = slots.at[slot, pl.ds(first, rows), pl.ds(begin, size)]
-          copy(part + array, box, (k + first, rows), (mn, size))
+          copy(array, box, (k + first, rows), (from_mn, size))
       elif self.mn < size <= tiles.TMA_BOX_LIMIT:
         # Rows beyond the last are not worth the time to fill them with zeros: what
         # comes of them is not stored. Each CTA of a cluster loads whole rows of tiles.
         rows = tiles.round_up(self.mn, 8 * cluster)
         box = slots.at[slot, pl.ds(begin, rows)]
-        copy(part + array, box, (mn, rows), (k, self.tile_k))
+        copy(array, box, (from_mn, rows), (k, self.tile_k))
       else:
         for first, rows in self._boxes:
           box = slots.at[slot, pl.ds(begin + first, rows)]
-          copy(part + array, box, (mn + first, rows), (k, self.tile_k))
+          copy(array, box, (from_mn + first, rows), (k, self.tile_k))
+
+  def _origin(self, array: int) -> int:
+    """Where the array begins along mn."""
+    return array * self.mn if self.packed else 0
 
   def by_registers(self, gmem: Sequence[Ref], slots: Ref, slot, *, batch, mn, k) -> tuple:
     """What `register_loads.load` wants to know of the tile at element (mn, k)."""
@@ -311,7 +319,7 @@ def prepare(
 
   Args:
     lhs, rhs: [batch, ., .] as the problem stores them: the parts of each, or both rhs
-      of a gated product.
+      of a gated product, in one array or two.
     problem: the problem.
     config: has `tile_m`, `tile_n` and `tile_k`.
     wg_tile: rows and columns of the result that one warpgroup multiplies.
@@ -346,8 +354,9 @@ def prepare(
       else:
         its = tuple(pad_for_tma(x, dtype, its_way) for x in its)
     arrays.append(its)
-    side_by_side = problem.epilogue.gated and not is_lhs
-    counts = (1, len(its)) if side_by_side else (len(its), 1)
+    counts = len(its), 1, False
+    if problem.epilogue.gated and not is_lhs:
+      counts = 1, 2, len(its) == 1
     found.append(
         Operand(
             is_lhs, k_major, tile_mn, config.tile_k, dtype, several and batched, mn,

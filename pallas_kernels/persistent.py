@@ -120,6 +120,7 @@ def _launch(
     operands, *, problem: Problem, config: PersistentConfig, num_sms: int, interpret,
     split: halves.Halves | None,
 ) -> jax.Array:
+  operands = _apart(operands, problem)
   call = calls.make_call(
       swapped(operands, config), specialised.multiplied(problem, config), config,
       wg_tile=specialised.wg_tile(config), num_wgs=config.consumers, interpret=interpret,
@@ -129,6 +130,17 @@ def _launch(
       call, specialised.multiplied(problem, config), config, name=NAME, num_sms=num_sms,
       k_steps=tiles.cdiv(problem.k, config.tile_k),
   )
+
+
+def _apart(operands, problem: Problem):
+  """The operands; two rhs in one array apart, if TMA cannot begin at the second."""
+  whole = problem.n % tiles.swizzle_elems(problem.dtype) == 0
+  if not problem.epilogue.gated or whole or problem.rhs_layout == "k-major":
+    return operands
+  lhs, rhs, *others = operands
+  if len(rhs) == 1:
+    rhs = rhs[0][:, :, : problem.n], rhs[0][:, :, problem.n :]
+  return (lhs, rhs, *others)
 
 
 def swapped(operands, config: PersistentConfig):

@@ -313,9 +313,56 @@ def test_two_weights_in_one_array(packed, transposed, rng):
   np.testing.assert_allclose(together, apart, 1e-4, 1e-4)
 
 
-@pytest.mark.parametrize("name", ["x", "w_up"])
-def test_gated_vmap(name, rng):
+def concatenated(values):
+  values = dict(values)
+  weights = [values.pop(name) for name in ("w_gate", "w_up")]
+  return values | {"w_gate": jnp.concatenate(weights, 1)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("n", [64, 40])
+def test_a_kernel_reads_both_weights_from_one_array(n, transposed, rng):
+  values = gated_operands(rng, "bfloat16", (200,), 96, n)
+  wanted = in_float64(gated_unfused, values)
+  values = concatenated(values)
+  if transposed:
+    values["w_gate"] = values["w_gate"].T
+  with jaxgemm.emulate():
+    out = gated(values, None, transposed=transposed, implementation="persistent")
+  assert reference.relative_error(out, wanted) < 1e-2
+
+
+@pytest.mark.parametrize(("n", "count"), [(512, 0), (200, 2)])
+def test_concatenated_weights_are_not_cut_out(n, count, rng):
+  values = concatenated(gated_operands(rng, "bfloat16", (512,), 256, n))
+  run = jax.jit(lambda v: gated(v, None, implementation="persistent"))
+  with jaxgemm.target("NVIDIA H200"):
+    text = jax.export.export(run, platforms=["cuda"])(values).mlir_module()
+  assert text.count("stablehlo.slice") == count and "jaxgemm_persistent" in text
+
+
+@pytest.mark.parametrize("save", ["preactivation", "nothing"])
+def test_derivatives_of_concatenated_weights(save, rng):
+  values = gated_operands(rng, batch=(3,), k=5, n=4)
+  ct = jnp.asarray(rng.standard_normal((3, 4)), "float32")
+  loss = lambda v: jnp.sum(gated(v, save=save) * ct)
+  apart, together = jax.grad(loss)(values), jax.grad(loss)(concatenated(values))
+  for name, wanted in concatenated(apart).items():
+    np.testing.assert_allclose(together[name], wanted, 1e-4, 1e-4)
+  run = functools.partial(gated, save=save)
+  check_grads(run, (concatenated(values),), 2, ["fwd", "rev"], 2e-2, 2e-2)
+  # Only some operands move.
+  values = concatenated(values)
+  moving = {"x": values.pop("x")}
+  check_grads(lambda v: run(v | values), (moving,), 1, ["fwd", "rev"], 2e-2, 2e-2)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", ["x", "w_gate"])
+def test_gated_vmap(name, packed, rng):
   values = gated_operands(rng)
+  values = concatenated(values) if packed else values
   several = values | {name: jnp.stack([values[name], 2 * values[name]])}
   axes = dict.fromkeys(values) | {name: 0}
   out = jax.vmap(gated, (axes,))(several)
@@ -324,9 +371,11 @@ def test_gated_vmap(name, rng):
     np.testing.assert_allclose(out[i], one, 1e-4, 1e-4)
 
 
-def test_gated_shards(rng):
+@pytest.mark.parametrize("packed", [False, True])
+def test_gated_shards(packed, rng):
   mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:4]).reshape(2, 2), ("x", "y"))
   values = gated_operands(rng, batch=(4, 8))
+  values = concatenated(values) if packed else values
   wanted = gated(values)
   specs = dict(x=P("x", None, "y"), w_gate=P("y"), w_up=P("y"), residual=P("x"))
   values = {
