@@ -6,6 +6,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxgemm import reference
 from pallas_kernels import KERNELS, MOSAIC_KERNELS, compat
@@ -54,6 +55,14 @@ def small_config(kernel: str, dtype="bfloat16", **fields):
       "triton": TritonConfig(64, 64, tile_k, num_stages=3, num_warps=4),
   }[kernel]
   return type(config)(**{**vars(config), **fields})
+
+
+def mostly_slow(values, short: int = 1) -> list:
+  """Parameters of which only the first `short` are in the short set of tests."""
+  return [
+      value if i < short else pytest.param(value, marks=pytest.mark.slow)
+      for i, value in enumerate(values)
+  ]
 
 
 # (fields of a config, columns of a problem): tiles of more columns than one wgmma

@@ -9,7 +9,7 @@ from jaxgemm import reference
 from pallas_kernels import KERNELS
 from pallas_kernels.problem import Epilogue
 from tests import kernel_cases
-from tests.kernel_cases import LAYOUTS, lowered, make_problem, small_config
+from tests.kernel_cases import LAYOUTS, lowered, make_problem, mostly_slow, small_config
 
 OUT = {"float8_e4m3fn": "bfloat16", "float8_e5m2": "float32", "int8": "int32"}
 
@@ -33,7 +33,7 @@ def check(kernel, problem, config):
 
 
 @pytest.mark.parametrize("dtype", OUT)
-@pytest.mark.parametrize("layouts", LAYOUTS)
+@pytest.mark.parametrize("layouts", mostly_slow(LAYOUTS))
 def test_layouts(layouts, dtype):
   problem = eight_bits(133, 203, 141, layouts, dtype)
   check("persistent", problem, small_config("persistent", dtype))

@@ -11,14 +11,14 @@ from pallas_kernels import MOSAIC_KERNELS as KERNELS
 from pallas_kernels import operand_tiles, tiles
 from pallas_kernels.problem import Epilogue
 from tests import kernel_cases
-from tests.kernel_cases import LAYOUTS, check, make_problem, small_config
+from tests.kernel_cases import LAYOUTS, check, make_problem, mostly_slow, small_config
 
 FULL = (128, 256, 192)
 RAGGED = (133, 203, 141)  # Odd, and no multiple of any tile.
 
 
-@pytest.mark.parametrize("size", [FULL, RAGGED], ids=["full", "ragged"])
-@pytest.mark.parametrize("layouts", LAYOUTS)
+@pytest.mark.parametrize("size", mostly_slow([RAGGED, FULL]), ids=["ragged", "full"])
+@pytest.mark.parametrize("layouts", mostly_slow(list(LAYOUTS)[::-1], 2))
 @pytest.mark.parametrize(("kernel", "dtype"), kernel_cases.KERNELS_AND_DTYPES)
 def test_layouts_and_dtypes(kernel, layouts, dtype, size):
   check(kernel, make_problem(*size, layouts, dtype), small_config(kernel, dtype))
@@ -31,7 +31,7 @@ def test_out_dtypes(kernel, out_dtype):
   check(kernel, problem, small_config(kernel))
 
 
-@pytest.mark.parametrize("promote", [1, 2, 5])
+@pytest.mark.parametrize("promote", mostly_slow([2, 1, 5]))
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_promoted_sums(kernel, promote):
   """Also where the last part of k is shorter, or the first is all of it."""
@@ -48,7 +48,7 @@ def test_alpha_beta_c(kernel, c_dtype):
 
 
 @pytest.mark.parametrize(
-    "shared", [{}, {"lhs_batched": False}, {"rhs_batched": False}], ids=str
+    "shared", mostly_slow([{"rhs_batched": False}, {"lhs_batched": False}, {}]), ids=str
 )
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_batch(kernel, shared):
@@ -59,12 +59,14 @@ def test_batch(kernel, shared):
 @pytest.mark.parametrize(
     "size", [(1, 1, 1), (1, 200, 7), (200, 1, 65), (3, 5, 130), (64, 64, 1)], ids=str
 )
-@pytest.mark.parametrize("kernel", ["blocked", "pipelined", "persistent"])
+@pytest.mark.parametrize(
+    "kernel", mostly_slow(["persistent", "blocked", "pipelined"])
+)
 def test_sizes_below_one_tile(kernel, size):
   check(kernel, make_problem(*size), small_config(kernel))
 
 
-@pytest.mark.parametrize("wg_dim", ["m", "n", "tile"])
+@pytest.mark.parametrize("wg_dim", mostly_slow(["m", "n", "tile"]))
 @pytest.mark.parametrize("cluster", [(1, 1), (2, 1), (1, 2), (4, 1), (1, 4)], ids=str)
 def test_clusters(cluster, wg_dim):
   """Odd numbers of tiles: a cluster's second CTA then works outside the result."""
@@ -90,7 +92,7 @@ def test_operands_in_chunks(fields):
   check("persistent", problem, small_config("persistent", **fields), num_sms=2)
 
 
-@pytest.mark.parametrize("layouts", LAYOUTS)
+@pytest.mark.parametrize("layouts", mostly_slow(list(LAYOUTS)))
 @pytest.mark.parametrize("fields, m, n", kernel_cases.SWAPPED_TILES, ids=str)
 def test_swapped_operands(fields, m, n, layouts):
   """Tiles of any multiple of 16 rows of the result, of 64 where lhs is m-major."""
@@ -123,7 +125,7 @@ def test_operands_in_chunks_of_every_kernel(kernel):
   check(kernel, make_problem(200, 328, 140, "TN"), small_config(kernel))
 
 
-@pytest.mark.parametrize("tile_n", [64, 128, 192])
+@pytest.mark.parametrize("tile_n", mostly_slow([192, 64, 128]))
 @pytest.mark.parametrize("wg_dim", ["m", "n", "tile"])
 def test_many_short_tiles_a_cta(wg_dim, tile_n):
   """One k step a tile: the epilogue of a tile follows hard on the last one's.
@@ -144,7 +146,7 @@ def test_wide_tiles(fields, n, layouts):
   check("persistent", make_problem(260, n, 136, layouts), config, num_sms=2)
 
 
-@pytest.mark.parametrize("num_stages", [2, 3, 4])
+@pytest.mark.parametrize("num_stages", mostly_slow([3, 2, 4]))
 @pytest.mark.parametrize("k", [64, 128, 320])
 def test_consumers_that_take_tiles_in_turn(num_stages, k):
   """Tiles longer and shorter than the ring; an odd and an even number of them a CTA."""
@@ -155,7 +157,7 @@ def test_consumers_that_take_tiles_in_turn(num_stages, k):
 
 
 @pytest.mark.parametrize("num_stages", [3, 6])
-@pytest.mark.parametrize("k", [64, 260, 450])
+@pytest.mark.parametrize("k", mostly_slow([450, 64, 260]))
 def test_several_producers(num_stages, k):
   """They take k tiles in turn; here TMA loads for them, on the chip registers do."""
   fields = dict(tile_m=64, tile_n=64, consumers=1, num_stages=num_stages, pad=False)
@@ -172,7 +174,7 @@ def test_narrow_tiles(tile_n):
   check("persistent", make_problem(130, 50, 128, "NT"), config)
 
 
-@pytest.mark.parametrize("num_stages", [2, 3, 5])
+@pytest.mark.parametrize("num_stages", mostly_slow([3, 2, 5]))
 @pytest.mark.parametrize("k", [64, 128, 640])
 def test_rings_longer_and_shorter_than_k(num_stages, k):
   for kernel in ("pipelined", "persistent"):

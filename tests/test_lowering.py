@@ -12,7 +12,7 @@ from jaxgemm import heuristics
 from jaxgemm.device import known_device
 from pallas_kernels import MOSAIC_KERNELS as KERNELS
 from pallas_kernels.problem import Epilogue
-from tests.kernel_cases import LAYOUTS, lowered, make_problem, small_config
+from tests.kernel_cases import LAYOUTS, lowered, make_problem, mostly_slow, small_config
 
 H200 = known_device("NVIDIA H200")
 SIZES = [
@@ -80,7 +80,7 @@ def test_float32_results_lower(size):
   assert f"jaxgemm_{chosen.kernel}" in lowered(chosen.kernel, problem, chosen.config)
 
 
-@pytest.mark.parametrize("layouts", LAYOUTS)
+@pytest.mark.parametrize("layouts", mostly_slow(LAYOUTS))
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_batches_and_epilogues_lower(kernel, layouts):
   for n in (96, 101):  # Stored by TMA, and masked.
