@@ -193,7 +193,7 @@ def run(module: str | None) -> dict:
     try:
       found, truth = case()
     except RuntimeError as error:
-      killed = "race" if "rac" in str(error) else "error"
+      killed = "race" if "raced" in str(error) else "error"
     except Exception:  # Whatever the emulator makes of a mutant.
       killed = "error"
     else:

@@ -18,7 +18,7 @@ RAGGED = (133, 203, 141)  # Odd, and no multiple of any tile.
 
 
 @pytest.mark.parametrize("size", mostly_slow([RAGGED, FULL]), ids=["ragged", "full"])
-@pytest.mark.parametrize("layouts", mostly_slow(list(LAYOUTS)[::-1], 2))
+@pytest.mark.parametrize("layouts", mostly_slow(list(LAYOUTS)[::-1]))
 @pytest.mark.parametrize(("kernel", "dtype"), kernel_cases.KERNELS_AND_DTYPES)
 def test_layouts_and_dtypes(kernel, layouts, dtype, size):
   check(kernel, make_problem(*size, layouts, dtype), small_config(kernel, dtype))
