@@ -221,11 +221,7 @@ class Tangent:
     if not entering:
       return None
     entering = [lax.convert_element_type(x, jnp.float32) for x in entering]
-    slope = activations.slope(self.product.activation, entering[0])
-    if not self.product.gated:
-      return [slope]
-    opened = activations.apply(self.product.activation, entering[0])
-    return [slope * entering[1], opened]
+    return activations.slopes(self.product.activation, entering)
 
 
 def _tangent(*operands, tangent: Tangent):

@@ -26,7 +26,7 @@ Source: Hendrycks, Gimpel, "Gaussian error linear units" (2016); So et al., "Pri
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import dataclasses
 import math
 
@@ -172,3 +172,13 @@ def slope(activation: Activation, x: jax.Array, by: Arithmetic = ARRAYS) -> jax.
   if callable(activation):
     return jax.jvp(activation, (x,), (jnp.ones_like(x),))[1]
   return _SLOPES[activation](x, by)
+
+
+def slopes(
+    activation: Activation, entering: Sequence[jax.Array], by: Arithmetic = ARRAYS
+) -> list[jax.Array]:
+  """The derivatives of activation(z), or gated of activation(z0) * z1, by each z."""
+  found = slope(activation, entering[0], by)
+  if len(entering) == 1:
+    return [found]
+  return [found * entering[1], apply(activation, entering[0], by)]

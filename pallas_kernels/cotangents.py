@@ -104,11 +104,7 @@ def derivatives(
   """Each dz, float32, from what enters the activation and the cotangent, float32."""
   if not entering:
     return [ct]
-  slope = activations.slope(facts.activation, entering[0], by)
-  if not facts.gated:
-    return [ct * slope]
-  opened = activations.apply(facts.activation, entering[0], by)
-  return [ct * slope * entering[1], ct * opened]
+  return [ct * slope for slope in activations.slopes(facts.activation, entering, by)]
 
 
 def launch(

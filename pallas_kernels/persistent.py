@@ -139,7 +139,7 @@ def _apart(operands, problem: Problem):
     return operands
   lhs, rhs, *others = operands
   if len(rhs) == 1:
-    rhs = rhs[0][:, :, : problem.n], rhs[0][:, :, problem.n :]
+    rhs = tuple(jnp.split(rhs[0], 2, 2))
   return (lhs, rhs, *others)
 
 
