@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 import jaxgemm
 
@@ -27,10 +28,12 @@ class Layers:
     linear: linear(x, w, bias=None, *, activation=None, residual=None,
       transposed=False).
     gated: gated(x, w_gate, w_up), with silu.
+    cross_entropy: cross_entropy(x, w, labels, transposed=False): float32, of each row.
   """
 
   linear: Callable[..., jax.Array]
   gated: Callable[..., jax.Array]
+  cross_entropy: Callable[..., jax.Array]
 
 
 def _linear(x, w, bias=None, *, activation=None, residual=None, transposed=False):
@@ -46,9 +49,16 @@ def _gated(x, w_gate, w_up):
   return jax.nn.silu(x @ w_gate) * (x @ w_up)
 
 
+def _cross_entropy(x, w, labels, *, transposed=False):
+  logits = _linear(x, w, transposed=transposed)
+  return optax.softmax_cross_entropy_with_integer_labels(_wide(logits), labels)
+
+
 LAYERS = {
-    "xla": Layers(_linear, _gated),
-    "jaxgemm": Layers(jaxgemm.linear, jaxgemm.gated_linear),
+    "xla": Layers(_linear, _gated, _cross_entropy),
+    "jaxgemm": Layers(
+        jaxgemm.linear, jaxgemm.gated_linear, jaxgemm.linear_cross_entropy
+    ),
 }
 
 

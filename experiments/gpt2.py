@@ -1,4 +1,4 @@
-"""GPT-2 with its biases, gelu and residuals where the layers can fuse them.
+"""GPT-2 with its biases, gelu, residuals and loss where the layers can fuse them.
 
 The blocks are those of experiments/blocks.py, attention is cuDNN's on a GPU. Parameters
 are float32, the layers bfloat16, the norms and the loss float32. The token embedding is
@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from experiments import blocks
 from experiments.transformer import Config
@@ -62,5 +61,4 @@ def loss(
     x = blocks.pre_norm_block(x, block, layers, config.heads, is_causal=True)
   x = blocks.layer_norm(x, params["final_scale"], params["final_shift"])
   output_layer = params["embedding"].astype(x.dtype)
-  logits = layers.linear(x, output_layer, transposed=True).astype(jnp.float32)
-  return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+  return layers.cross_entropy(x, output_layer, labels, transposed=True).mean()

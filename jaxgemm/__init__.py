@@ -11,6 +11,7 @@ from jaxgemm.contexts import target as target
 from jaxgemm.einsums import einsum as einsum
 from jaxgemm.layers import gated_linear as gated_linear
 from jaxgemm.layers import linear as linear
+from jaxgemm.losses import linear_cross_entropy as linear_cross_entropy
 from jaxgemm.plan import Plan as Plan
 from jaxgemm.quantisation import dequantise as dequantise
 from jaxgemm.quantisation import quantise as quantise

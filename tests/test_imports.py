@@ -28,6 +28,7 @@ LAYERS = (
     ("fused",),
     ("api", "autotune"),
     ("scaled", "layers", "einsums"),
+    ("losses",),
     ("__init__",),
 )
 KERNEL_IMPORTERS = {

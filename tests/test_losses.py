@@ -1,0 +1,153 @@
+"""jaxgemm.linear_cross_entropy: values, derivatives, transformations, bad inputs."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.test_util import check_grads
+import numpy as np
+import pytest
+
+import jaxgemm
+from jaxgemm import reference
+from tests.product_cases import cuda_kernels, normal
+
+BATCH, K, N = (3, 10), 48, 131  # N is no multiple of 64: five columns do not count.
+
+
+def operands(rng, dtype="float32", n=N):
+  x, w, bias = normal(rng, *BATCH, K), normal(rng, K, n) / 4, normal(rng, n)
+  values = {"x": x, "w": w, "bias": bias}
+  values = {name: jnp.asarray(value, dtype) for name, value in values.items()}
+  return values, jnp.asarray(rng.integers(0, n, BATCH), jnp.int32)
+
+
+def losses(values, labels, **options):
+  options = dict(precision="highest") | options
+  w = values["w"].T if options.get("transposed") else values["w"]
+  return jaxgemm.linear_cross_entropy(
+      values["x"], w, labels, values.get("bias"), **options
+  )
+
+
+def unfused(values, labels):
+  logits = values["x"] @ values["w"] + values["bias"]
+  labelled = jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
+  return jax.nn.logsumexp(logits, -1) - labelled
+
+
+def in_float64(function, values, *others):
+  with jax.enable_x64(True):
+    wide = {name: jnp.asarray(np.asarray(x, np.float64)) for name, x in values.items()}
+    return jax.tree.map(np.asarray, function(wide, *others))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("n", [2, 63, 64, N])
+def test_values_and_gradients(n, transposed, rng):
+  values, labels = operands(rng, n=n)
+  run = functools.partial(losses, transposed=transposed)
+  out = run(values, labels)
+  assert out.shape == BATCH and out.dtype == jnp.float32
+  assert reference.relative_error(out, in_float64(unfused, values, labels)) < 1e-6
+  mean = lambda f: jax.grad(lambda v, labels: f(v, labels).mean())
+  found, wanted = mean(run)(values, labels), in_float64(mean(unfused), values, labels)
+  for name in values:
+    assert reference.relative_error(found[name], wanted[name]) < 2e-6, name
+
+
+def test_every_derivative(rng):
+  """Both modes, to the second order."""
+  values, labels = operands(rng, n=70)
+  scaled = {name: value / 4 for name, value in values.items()}
+  check_grads(lambda v: losses(v, labels), (scaled,), 2, rtol=2e-2, atol=2e-2)
+
+
+def test_bfloat16_keeps_no_logits_in_float32(rng):
+  """What is kept for the backward pass is bfloat16, but for the rows' sums."""
+  values, labels = operands(rng, "bfloat16")
+  run = jax.jit(lambda v: losses(v, labels, precision=None))
+  _, backward = jax.vjp(run, values)
+  kept = [x for x in jax.tree.leaves(backward) if hasattr(x, "dtype")]
+  assert any(x.dtype == jnp.bfloat16 and x.shape == (*BATCH, 192) for x in kept)
+  assert all(x.size <= np.prod(BATCH) for x in kept if x.dtype == jnp.float32)
+  (found,), wanted = backward(jnp.ones(BATCH)), in_float64(
+      jax.grad(lambda v, labels: unfused(v, labels).sum()), values, labels
+  )
+  for name in values:
+    assert found[name].dtype == jnp.bfloat16
+    assert reference.relative_error(found[name], wanted[name]) < 2e-2, name
+
+
+def test_no_product_has_an_operand_padded(rng):
+  """The rows of the logits and of their cotangent are aligned."""
+  x, w, labels = normal(rng, 2048, 256), normal(rng, 5003, 256), jnp.zeros(2048, int)
+  x, w = x.astype("bfloat16"), w.astype("bfloat16")
+
+  def gradients(x, w):
+    run = functools.partial(jaxgemm.linear_cross_entropy, transposed=True)
+    return jax.grad(lambda x, w: run(x, w, labels).sum(), (0, 1))(x, w)
+
+  kernels = cuda_kernels(gradients, x, w)
+  assert sum(kernels.values()) == 3 and "xla" not in kernels
+  with jaxgemm.target("NVIDIA H200"):
+    text = jax.export.export(jax.jit(gradients), platforms=["cuda"])(x, w).mlir_module()
+  assert text.count("stablehlo.pad") == 2  # Of w, and of its gradient: cut off again.
+
+
+def test_labels_out_of_range_do_not_count(rng):
+  values, labels = operands(rng)
+  some = labels.at[0].set(-1).at[1, 0].set(N).at[2, 3].set(N + 5)
+  found, whole = losses(values, some), losses(values, labels)
+  out = np.asarray((some < 0) | (some >= N))
+  np.testing.assert_array_equal(np.asarray(found)[out], 0.0)
+  np.testing.assert_array_equal(np.asarray(found)[~out], np.asarray(whole)[~out])
+  slopes = jax.grad(lambda v: losses(v, some).sum())(values)["x"]
+  assert not np.asarray(slopes)[out].any() and np.asarray(slopes)[~out].any(-1).all()
+
+
+def test_large_logits(rng):
+  values, labels = operands(rng)
+  large = values | {"x": values["x"] * 1e4}
+  out = losses(large, labels)
+  assert reference.relative_error(out, in_float64(unfused, large, labels)) < 1e-6
+
+
+def test_emulated(rng):
+  values, labels = operands(rng, "bfloat16")
+  with jaxgemm.emulate():
+    out = losses(values, labels, precision=None)
+  wanted = in_float64(unfused, values, labels)
+  assert reference.relative_error(out, wanted) < 1e-2
+
+
+def test_vmap_and_shards(rng):
+  values, labels = operands(rng)
+  mapped = jax.vmap(lambda x, at: losses(values | {"x": x}, at))(values["x"], labels)
+  np.testing.assert_allclose(mapped, losses(values, labels), rtol=1e-5)
+  mesh = Mesh(np.array(jax.devices()[:2]), "d")
+  x = jax.device_put(values["x"][:2], NamedSharding(mesh, P("d")))
+  out = jax.jit(lambda x: losses(values | {"x": x}, labels[:2]))(x)
+  np.testing.assert_allclose(out, losses(values, labels)[:2], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        (dict(labels=jnp.zeros(BATCH)), TypeError, "labels are float32"),
+        (dict(labels=jnp.zeros(7, int)), TypeError, r"labels have shape \(7,\)"),
+        (dict(w=jnp.zeros((9, N))), TypeError, "must be k=9"),
+        (dict(w=jnp.zeros(K)), ValueError, "must be a matrix"),
+        (dict(bias=jnp.zeros(9)), TypeError, r"bias has shape \(9,\)"),
+        (dict(x=jnp.float32(1), labels=0), ValueError, "x no scalar"),
+    ],
+)
+def test_bad_inputs(changes, error, message, rng):
+  values, labels = operands(rng)
+  given = values | {"labels": labels} | changes
+  with pytest.raises(error, match=message):
+    jaxgemm.linear_cross_entropy(**given)
