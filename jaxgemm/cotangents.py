@@ -1,8 +1,7 @@
 """cotangents_p: the cotangents of a layer's products, and the gradients of its biases.
 
-Its rules are those of the element-wise operations that it stands for. On one Hopper GPU
-`pallas_kernels.cotangents` computes all of it in one pass; elsewhere, where its results
-are sharded, and where that kernel does not serve, XLA does.
+On one Hopper GPU `pallas_kernels.cotangents` computes all of it in one pass; elsewhere,
+where its results are sharded, and where that kernel does not serve, XLA does.
 """
 
 from __future__ import annotations
@@ -13,19 +12,13 @@ import math
 
 import jax
 from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
 import jax.numpy as jnp
 
+from jaxgemm import passes
 from jaxgemm.contexts import Target
-from jaxgemm.device import current_device, supported
-from jaxgemm.lowering import in_emulator
 from pallas_kernels import compat
 from pallas_kernels import cotangents as kernel
 from pallas_kernels.problem import Activation
-
-cotangents_p = Primitive("jaxgemm_cotangents")
-cotangents_p.multiple_results = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,52 +67,17 @@ def _by_xla(*operands, facts: Pass) -> list[jax.Array]:
 
 
 def _by_kernel(*operands, facts: Pass) -> list[jax.Array]:
-  device = current_device() if facts.target is None else facts.target.device
-  emulated = facts.target is not None and facts.target.emulate
   shape, dtype = operands[-1].shape, operands[-1].dtype
-  its = facts.facts(shape, dtype)
-  if facts.by_xla or not supported(device) or kernel.supports(its) is not None:
+  device, its = passes.serving_device(facts.target), facts.facts(shape, dtype)
+  if facts.by_xla or device is None or kernel.supports(its) is not None:
     return _by_xla(*operands, facts=facts)
   flat = [lax.reshape(x, (its.rows, its.cols)) for x in operands]
   launch = functools.partial(kernel.launch, facts=its, num_sms=device.num_sms)
-  if emulated:
-    out = jax.eval_shape(launch, flat)
-    found, sums = in_emulator(launch, out, flat)
-  else:
-    found, sums = launch(flat)
+  found, sums = passes.run(launch, flat, facts.target)
   bias_shape = shape[len(shape) - facts.bias_rank :]
   return [lax.reshape(x, shape) for x in found] + [
       lax.reshape(x, bias_shape) for x in sums
   ]
-
-
-def _impl(*operands, facts: Pass):
-  with jax.disable_jit(False):
-    return _jitted(facts)(*operands)
-
-
-@functools.lru_cache(maxsize=1024)
-def _jitted(facts: Pass):
-  return jax.jit(functools.partial(cotangents_p.bind, facts=facts))
-
-
-def _lower(ctx, *operands, facts: Pass):
-  """For every platform but CUDA."""
-  if facts.target is not None and facts.target.emulate:
-    return _lower_kernel(ctx, *operands, facts=facts)
-  return mlir.lower_fun(_by_xla, multiple_results=True)(ctx, *operands, facts=facts)
-
-
-def _lower_kernel(ctx, *operands, facts: Pass):
-  num_devices, _, _ = compat.lowering_mesh(ctx)
-  if num_devices > 1:  # XLA shards what it knows.
-    return mlir.lower_fun(_by_xla, multiple_results=True)(ctx, *operands, facts=facts)
-  # What runs on one device knows nothing of the mesh in its operands' types.
-  local = ctx.replace(
-      avals_in=[jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]
-  )
-  lowered = mlir.lower_fun(_by_kernel, multiple_results=True)
-  return lowered(local, *operands, facts=facts)
 
 
 def _abstract_eval(*operands, facts: Pass):
@@ -131,21 +89,4 @@ def _abstract_eval(*operands, facts: Pass):
   return [ct] * (len(operands) - 1) + [total] * ((1 + facts.gated) * facts.sums)
 
 
-def _jvp(primals, tangents, *, facts: Pass):
-  tangents = tuple(ad.instantiate_zeros(x) for x in tangents)
-  function = functools.partial(_by_xla, facts=facts)
-  return jax.jvp(function, tuple(primals), tangents)
-
-
-def _batch(operands, axes, *, facts: Pass):
-  found = jax.vmap(functools.partial(_by_xla, facts=facts), tuple(axes))(*operands)
-  return found, [0] * len(found)
-
-
-cotangents_p.def_impl(_impl)
-cotangents_p.def_abstract_eval(_abstract_eval)
-mlir.register_lowering(cotangents_p, _lower)
-mlir.register_lowering(cotangents_p, _lower_kernel, platform="cuda")
-compat.requires_devices(cotangents_p)
-ad.primitive_jvps[cotangents_p] = _jvp
-batching.primitive_batchers[cotangents_p] = _batch
+cotangents_p = passes.define("jaxgemm_cotangents", _by_xla, _by_kernel, _abstract_eval)

@@ -1,23 +1,33 @@
-"""Cross-entropy of logits that are a product: of long rows, in few passes.
+"""Cross-entropy of logits that are a product: of long rows, in one pass.
 
 The rows of logits of an odd number of columns begin at addresses that neither TMA nor
 wide loads can take: each pass over them is slow, and so is each product of their
 cotangent. So the columns are filled up to a multiple of 64, which the loss leaves out.
-Logits stay in the dtype of the product; the loss is float32. The cotangent of the logits
-is computed from them in one pass, in which the label's entry is found by comparison (the
-gradient of an indexing is a scatter into float32 zeros).
+Logits keep the dtype of the product; the loss is float32.
+
+The loss and its slopes come from one pass over the logits (`pallas_kernels.losses` on a
+Hopper GPU), which leaves the slopes in their place. What the backward pass scales them by
+are the rows of smaller arrays.
+
+Source: Liger Kernel and Wijmans et al., "Cut your losses in large-vocabulary language
+models" (2024), for gradients that are formed with the loss.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from typing import Any
 
 import jax
 from jax import lax
 import jax.numpy as jnp
 
-from jaxgemm.api import as_array
+from jaxgemm import passes
+from jaxgemm.api import as_array, static_factor
+from jaxgemm.contexts import Target, current_target
 from jaxgemm.layers import linear
+from pallas_kernels import losses as kernel
 from pallas_kernels.problem import Config
 
 _COLUMNS = 64  # A line of 128 bytes, of 16-bit elements.
@@ -54,19 +64,22 @@ def linear_cross_entropy(
     raise TypeError(
         f"{name}: labels have shape {labels.shape} and x {x.shape}: each row of x has one"
     )
-  n = None
-  if w.ndim == 2:  # Else linear says what is wrong.
-    axis = 0 if transposed else 1
-    n = w.shape[axis]
-    if bias is not None and (bias := as_array(name, bias)).shape == (n,):
-      bias = _filled_up(bias, 0)
-    w = _filled_up(w, axis)
-  logits = linear(
-      x, w, bias, scale=scale, precision=precision, transposed=transposed,
-      preferred_element_type=preferred_element_type, implementation=implementation,
-      config=config,
+  scale = static_factor(scale)
+  if not isinstance(scale, float):
+    x, scale = (x * scale).astype(x.dtype), 1.0
+  if w.ndim != 2:
+    raise ValueError(f"{name}: w has shape {w.shape}; it must be a matrix")
+  axis = 0 if transposed else 1
+  n = w.shape[axis]
+  if bias is not None and (bias := as_array(name, bias)).shape == (n,):
+    bias = _filled_up(bias, 0)
+  options = dict(
+      precision=precision, preferred_element_type=preferred_element_type,
+      implementation=implementation, config=config,
   )
-  return _losses(logits, labels, n)
+  facts = Facts(n, implementation == "xla", current_target())
+  run = _Product(transposed, scale, tuple(options.items()))
+  return _losses(run, facts, x, _filled_up(w, axis), bias, labels)
 
 
 def _filled_up(x: jax.Array, axis: int) -> jax.Array:
@@ -77,49 +90,111 @@ def _filled_up(x: jax.Array, axis: int) -> jax.Array:
   return lax.pad(x, jnp.zeros((), x.dtype), padding)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _losses(logits, labels, n: int):
-  """The loss of each row of logits [*batch, columns], of whose columns n count."""
-  return _of_label(logits, labels, _log_sum(logits, n), n)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _losses(run, facts: Facts, x, w, bias, labels):
+  """The loss of each row of run(x, w, bias), the logits."""
+  log_sum, label, _ = losses_p.bind(run(x, w, bias), labels, facts=facts)
+  return jnp.where(_counts(labels, facts), log_sum - label, 0.0)
 
 
 @_losses.defjvp
-def _losses_jvp(n: int, primals, tangents):
-  logits, labels = primals
-  log_sum = _log_sum(logits, n)
-  # Of the logits alone, again, in the backward pass: slopes of its own would be float32.
-  push = jax.checkpoint(functools.partial(_push, n=n), prevent_cse=False)
-  tangent = push(logits, labels, log_sum, tangents[0])
-  return _of_label(logits, labels, log_sum, n), tangent
+def _losses_jvp(run, facts: Facts, primals, tangents):
+  """By the logits' slopes: the tangents of logits are never formed, nor cotangents.
+
+  The tangent of a loss is slopes . (x' @ w + x @ w') = x' . (slopes @ w^T)
+  + x . (slopes @ w'^T), which two small arrays can be multiplied for. Transposed, the
+  cotangents of the losses are factors of rows of these: the slopes stay as they are.
+  """
+  x, w, bias, labels = primals
+  of_x, of_w, of_bias, _ = tangents
+  log_sum, label, slopes = losses_p.bind(run(x, w, bias), labels, facts=facts)
+  counts, wide = _counts(labels, facts), log_sum.dtype
+
+  def dot(a, b):
+    return jnp.sum(a.astype(wide) * b.astype(wide), -1)
+
+  tangent = dot(of_x, run.back(slopes, w)) + dot(x, run.back(slopes, of_w))
+  if bias is not None:
+    tangent += jnp.matmul(slopes, of_bias, preferred_element_type=wide)
+  loss = jnp.where(counts, log_sum - label, 0.0)
+  return loss, jnp.where(counts, tangent, 0.0)
 
 
-def _push(logits, labels, log_sum, tangent, *, n: int):
-  """The tangent of each loss: the softmax less one at the label, times that of logits."""
-  wide, columns = _counting(logits, n)
-  slopes = jnp.exp(wide - log_sum[..., None]) - (columns == labels[..., None])
-  slopes = jnp.where(_counts(labels, n)[..., None], slopes, 0.0)
-  return jnp.sum(slopes * tangent.astype(wide.dtype), -1)
+def _counts(labels, facts: Facts):
+  return (labels >= 0) & (labels < facts.num_classes)
 
 
-def _log_sum(logits, n: int):
-  wide, _ = _counting(logits, n)
-  return jax.nn.logsumexp(wide, -1)
+@dataclasses.dataclass(frozen=True)
+class _Product:
+  """The logits as a function of x, w and bias."""
+
+  transposed: bool
+  scale: float
+  options: tuple[tuple[str, Any], ...]
+
+  def __call__(self, x, w, bias):
+    return self._linear(x, w, bias, self.transposed)
+
+  def back(self, slopes, w):
+    """Slopes of the logits to those of x."""
+    return self._linear(slopes, w, None, not self.transposed)
+
+  def _linear(self, x, w, bias, transposed: bool):
+    return linear(
+        x, w, bias, transposed=transposed, scale=self.scale, **dict(self.options)
+    )
 
 
-def _of_label(logits, labels, log_sum, n: int):
-  at = jnp.clip(labels, 0, n - 1)[..., None]
-  label = jnp.take_along_axis(logits, at, -1)[..., 0].astype(log_sum.dtype)
-  return jnp.where(_counts(labels, n), log_sum - label, 0.0)
+@dataclasses.dataclass(frozen=True)
+class Facts:
+  """The parameters of losses_p.
+
+  Its operands are logits [*batch, columns], of which `num_classes` count, and labels
+  [*batch]. Its results are the log of each row's sum of exponentials and the logit of
+  its label, float32, and the slopes of their difference, in the logits' dtype.
+  """
+
+  num_classes: int
+  by_xla: bool
+  target: Target | None
 
 
-def _counts(labels, n: int):
-  return (labels >= 0) & (labels < n)
-
-
-def _counting(logits, n: int):
-  """Logits, at least float32, -inf in columns that do not count; and their columns."""
+def _by_xla(logits, labels, *, facts: Facts) -> list[jax.Array]:
   wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
   columns = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-  if logits.shape[-1] != n:
-    wide = jnp.where(columns < n, wide, -jnp.inf)
-  return wide, columns
+  if logits.shape[-1] != facts.num_classes:
+    wide = jnp.where(columns < facts.num_classes, wide, -jnp.inf)
+  log_sum = jax.nn.logsumexp(wide, -1)
+  at = jnp.clip(labels, 0, facts.num_classes - 1)[..., None]
+  label = jnp.take_along_axis(wide, at, -1)[..., 0]
+  slopes = jnp.exp(wide - log_sum[..., None]) - (columns == labels[..., None])
+  return [log_sum, label, slopes.astype(logits.dtype)]
+
+
+def _by_kernel(logits, labels, *, facts: Facts) -> list[jax.Array]:
+  cols = logits.shape[-1]
+  its = kernel.Losses(
+      labels.size, cols, facts.num_classes, jnp.dtype(logits.dtype).name
+  )
+  device = passes.serving_device(facts.target)
+  if facts.by_xla or device is None or kernel.supports(its) is not None:
+    return _by_xla(logits, labels, facts=facts)
+  flat = [logits.reshape(its.rows, cols), labels.reshape(its.rows).astype(jnp.int32)]
+  launch = lambda operands, **how: kernel.launch(*operands, its, **how)
+  log_sum, label, slopes = passes.run(launch, flat, facts.target)
+  return [
+      log_sum.reshape(labels.shape), label.reshape(labels.shape),
+      slopes.reshape(logits.shape),
+  ]
+
+
+def _abstract_eval(logits, labels, *, facts: Facts):
+  del facts
+  wide = jnp.promote_types(logits.dtype, jnp.float32)
+  row, _ = lax.reduce_sum_p.abstract_eval(
+      logits.update(dtype=wide), axes=(logits.ndim - 1,), out_sharding=None
+  )
+  return [row, row, logits]
+
+
+losses_p = passes.define("jaxgemm_losses", _by_xla, _by_kernel, _abstract_eval)

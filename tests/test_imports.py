@@ -24,6 +24,7 @@ LAYERS = (
     ("plan", "product", "checkpoint_policies"),
     ("lowering",),
     ("partitioning",),
+    ("passes",),
     ("primitive", "cotangents"),
     ("fused",),
     ("api", "autotune"),
@@ -32,8 +33,8 @@ LAYERS = (
     ("__init__",),
 )
 KERNEL_IMPORTERS = {
-    "cost_model", "cotangents", "heuristics", "plan", "table", "triton_heuristics",
-    "user_table", "xla_times",
+    "cost_model", "cotangents", "heuristics", "losses", "plan", "table",
+    "triton_heuristics", "user_table", "xla_times",
 }
 # A checkout has suites to tune for; a wheel has none, and must not miss them.
 SUITES_IMPORTER = ROOT / "jaxgemm" / "autotune" / "problems.py"

@@ -1,0 +1,94 @@
+"""Primitives of passes over memory that a kernel computes on one Hopper GPU, else XLA.
+
+Their rules are those of the operations that `by_xla` names: derivatives, batches and
+shards are XLA's. On one device, where the kernel serves, `by_kernel` is lowered instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+import functools
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jaxgemm.contexts import Target
+from jaxgemm.device import current_device, supported
+from jaxgemm.lowering import in_emulator
+from pallas_kernels import compat
+
+# Of operands, and `facts` by name: hashable, with the `target` that is lowered for.
+Function = Callable[..., list[jax.Array]]
+
+
+def define(
+    name: str, by_xla: Function, by_kernel: Function,
+    abstract_eval: Callable[..., Sequence[Any]],
+) -> Primitive:
+  """Returns a primitive of several results, all its rules registered.
+
+  Args:
+    name: of the primitive.
+    by_xla: by_xla(*operands, facts=facts), differentiable.
+    by_kernel: the same by a kernel, or by `by_xla` where none serves.
+    abstract_eval: abstract_eval(*avals, facts=facts), with their shardings.
+  """
+  primitive = Primitive(name)
+  primitive.multiple_results = True
+
+  @functools.lru_cache(maxsize=1024)
+  def jitted(facts):
+    return jax.jit(functools.partial(primitive.bind, facts=facts))
+
+  def impl(*operands, facts):
+    with jax.disable_jit(False):
+      return jitted(facts)(*operands)
+
+  def lower(ctx, *operands, facts):
+    """For every platform but CUDA."""
+    if facts.target is not None and facts.target.emulate:
+      return lower_kernel(ctx, *operands, facts=facts)
+    return mlir.lower_fun(by_xla, multiple_results=True)(ctx, *operands, facts=facts)
+
+  def lower_kernel(ctx, *operands, facts):
+    num_devices, _, _ = compat.lowering_mesh(ctx)
+    if num_devices > 1:  # XLA shards what it knows.
+      return mlir.lower_fun(by_xla, multiple_results=True)(ctx, *operands, facts=facts)
+    # What runs on one device knows nothing of the mesh in its operands' types.
+    local = ctx.replace(
+        avals_in=[jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]
+    )
+    lowered = mlir.lower_fun(by_kernel, multiple_results=True)
+    return lowered(local, *operands, facts=facts)
+
+  def jvp(primals, tangents, *, facts):
+    tangents = tuple(map(ad.instantiate_zeros, tangents))
+    return jax.jvp(functools.partial(by_xla, facts=facts), tuple(primals), tangents)
+
+  def batch(operands, axes, *, facts):
+    found = jax.vmap(functools.partial(by_xla, facts=facts), tuple(axes))(*operands)
+    return found, [0] * len(found)
+
+  primitive.def_impl(impl)
+  primitive.def_abstract_eval(abstract_eval)
+  mlir.register_lowering(primitive, lower)
+  mlir.register_lowering(primitive, lower_kernel, platform="cuda")
+  compat.requires_devices(primitive)
+  ad.primitive_jvps[primitive] = jvp
+  batching.primitive_batchers[primitive] = batch
+  return primitive
+
+
+def run(launch: Callable[..., Any], operands: Sequence[jax.Array], target: Target | None):
+  """launch(operands), on the chip, or in the emulator if the target says so."""
+  if target is not None and target.emulate:
+    return in_emulator(launch, jax.eval_shape(launch, operands), operands)
+  return launch(operands)
+
+
+def serving_device(target: Target | None):
+  """The device whose kernels may serve, or None."""
+  device = current_device() if target is None else target.device
+  return device if supported(device) else None
