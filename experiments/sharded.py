@@ -12,7 +12,8 @@ products are XLA's: JAX loses the callbacks of emulation in a partition.
   python -m experiments.sharded
   XLA_FLAGS=--xla_force_host_platform_device_count=4 python -m experiments.sharded
 
-With one process a GPU, on each host or in each shell, with ID from 0 on:
+With one process a GPU, in a shell each, with ID from 0 on (a process takes the GPU of
+its number, or what CUDA_VISIBLE_DEVICES leaves it):
 
   python -m experiments.sharded --coordinator=HOST:PORT --processes=N --process=ID
 """
@@ -23,6 +24,7 @@ from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 import json
+import os
 import statistics
 import sys
 import time
@@ -204,7 +206,9 @@ def main(argv: Sequence[str]) -> None:
   if _COORDINATOR.value is not None:
     jax.distributed.initialize(
         _COORDINATOR.value, _PROCESSES.value, _PROCESS.value,
-        local_device_ids=[_PROCESS.value],
+        local_device_ids=(
+            None if "CUDA_VISIBLE_DEVICES" in os.environ else [_PROCESS.value]
+        ),
     )
   platform = cli.start(argv)
   mesh = Mesh(np.array(jax.devices()), ("d",))
