@@ -10,12 +10,12 @@ _COLLECTIVE = re.compile(
     r"|collective-permute)(?:-start)?\("
 )
 _COMMENT = re.compile(r"/\*.*?\*/")  # Numbers of the results of many.
-_DIMENSIONS = re.compile(r"\[([\d,]+)\]")
+_ARRAY = re.compile(r"(\w+)\[([\d,]+)\]")
 
 Collectives = Counter[tuple[str, tuple[int, ...]]]
 
 
-def collectives(hlo_text: str) -> Collectives:
+def collectives(hlo_text: str, *, dtypes: bool = False) -> Collectives:
   """Returns how often each kind of collective has a result of which sizes.
 
   The sizes are sorted: of a transposed array the same bytes travel. Several results of
@@ -23,9 +23,12 @@ def collectives(hlo_text: str) -> Collectives:
 
   Args:
     hlo_text: `jax.jit(f).lower(...).compile().as_text()`.
+    dtypes: whether a kind is "all-reduce bf16" rather than "all-reduce". A CPU reduces
+      no bfloat16: there all are float32.
   """
   found: Collectives = Counter()
   for shape, kind in _COLLECTIVE.findall(_COMMENT.sub("", hlo_text)):
-    for sizes in _DIMENSIONS.findall(shape):
-      found[kind, tuple(sorted(map(int, sizes.split(","))))] += 1
+    for dtype, sizes in _ARRAY.findall(shape):
+      name = f"{kind} {dtype}" if dtypes else kind
+      found[name, tuple(sorted(map(int, sizes.split(","))))] += 1
   return found

@@ -74,7 +74,8 @@ class Row:
     name: of the block, the mode and the devices.
     loss, xla_loss: of the first step.
     difference: the largest of a gradient, in Frobenius norms, relative to XLA's.
-    collectives, xla_collectives: how often each kind has a result of which sizes.
+    collectives, xla_collectives: how often each kind has a result of which dtype and
+      sizes.
     step_us, xla_step_us: medians of wall times; None where nothing was timed.
     memory_bytes, xla_memory_bytes: that a device needs beside operands and results.
     provenance: where, with what, when and how it ran.
@@ -189,7 +190,7 @@ def measure(
   counts = {
       name: {
           f"{kind} {'x'.join(map(str, sizes))}": count for (kind, sizes), count
-          in sorted(collectives.collectives(step.as_text()).items())
+          in sorted(collectives.collectives(step.as_text(), dtypes=True).items())
       }
       for name, step in steps.items()
   }

@@ -95,3 +95,5 @@ def test_collectives_of_text():
   assert collectives(text) == {
       ("all-reduce", (4, 8)): 2, ("all-reduce", (4,)): 1, ("all-reduce", (2, 3)): 1
   }
+  found = collectives(text, dtypes=True)
+  assert found["all-reduce f32", (4, 8)] == 2 and found["all-reduce bf16", (2, 3)] == 1

@@ -7,6 +7,7 @@ the collectives that a GPU would run.
 from __future__ import annotations
 
 from collections import Counter
+import re
 
 import jax
 import jax.numpy as jnp
@@ -141,6 +142,23 @@ def test_weights_that_are_sharded_along_k_are_gathered(rng):
     assert _collectives(jaxgemm.matmul, x, w) == Counter({("all-gather", (32, 128)): 1})
     result = jax.jit(jaxgemm.matmul)(x, w)
   assert reference.relative_error(result, reference.matmul(x, w)) < 1e-6
+
+
+def test_partial_sums_travel_in_the_dtype_of_the_result(rng):
+  """Also where a residual is added to their sum: float32 ones would take twice as long.
+
+  A CPU reduces bfloat16 in float32, and says so in the name of the addition.
+  """
+  mesh = _mesh()
+  x, w, residual = (
+      jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+      for shape, spec in (((64, 128), P(None, "x")), ((128, 32), P("x")), ((64, 32), P()))
+  )
+  layer = jax.jit(lambda x, w, residual: jaxgemm.linear(x, w, residual=residual))
+  with jaxgemm.emulate():
+    text = layer.lower(x, w, residual).compile().as_text()
+  (reduction,) = (line for line in text.splitlines() if " all-reduce(" in line)
+  assert re.search(r"to_apply=%\S*promoted", reduction), reduction
 
 
 @pytest.mark.parametrize("c_spec", [P(), P("x"), P(None, "y"), P("y", "x")], ids=str)
