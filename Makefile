@@ -32,8 +32,9 @@ test: setup
 test-short: setup
 	$(BIN)/python -m pytest -n auto --dist=worksteal -m 'not slow'
 
+# Several processes share the GPU: most of the time goes into compiling.
 test-gpu: setup
-	$(BIN)/python -m pytest -m gpu
+	XLA_PYTHON_CLIENT_PREALLOCATE=false $(BIN)/python -m pytest -m gpu -n 8 --dist=worksteal
 
 bench: setup
 	$(BIN)/python -m experiments.run --suite=issue2 --name=bench

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import multiprocessing
 
 from absl import flags
 from absl.testing import flagsaver
@@ -44,9 +46,46 @@ def test_repeats_are_compared_bit_by_bit():
   assert nans.failed and nans.different == 0 and "not finite" in str(nans)
 
 
+def test_processes_are_compared(tmp_path):
+  """Each row's bits with those of the same problem and plan in an earlier process."""
+  row = _repeat(lambda lhs, rhs: lhs @ rhs)
+  path = tmp_path / "rows.jsonl"
+  path.write_text(row.to_json() + "\n")
+  (key, digest), = determinism.digests(path).items()
+  assert key == (CASE.name, "a plan") and digest == row.digest
+  same = dataclasses.replace(row, earlier=digest)
+  assert not same.failed and "as in the earlier process" in str(same)
+  other = dataclasses.replace(row, earlier="0")
+  assert other.failed and "other bits" in str(other)
+
+
+def test_load_runs_beside():
+  with determinism.load(True):
+    (process,) = multiprocessing.active_children()
+    assert process.is_alive()
+  assert not process.is_alive()
+  with determinism.load(False):
+    assert not multiprocessing.active_children()
+
+
 def test_split_plans_are_found():
   assert determinism.num_splits(suites.make_case(256, 256, 65536), H200) > 1
   assert determinism.num_splits(suites.make_case(4096, 4096, 4096), H200) == 1
+
+
+def test_named_kernels_run_every_problem(tmp_path, capsys):
+  """Also what does not split k; a kernel that does not take a problem has no row."""
+  options = ["--shapes=64,64,512", "--calls=2", "--kernels=blocked,direct,split_k"]
+  first = ["program", *options, f"--output={tmp_path}"]
+  with flagsaver.flagsaver():
+    flags.FLAGS(first)
+    determinism.main(["program"])
+  assert "3 products; 0 of them failed" in capsys.readouterr().out
+  path = tmp_path / "determinism_shapes.jsonl"
+  with flagsaver.flagsaver():
+    flags.FLAGS([*first, f"--against={path}"])
+    determinism.main(["program"])
+  assert capsys.readouterr().out.count("as in the earlier process") == 3
 
 
 @pytest.mark.parametrize("broken", [False, True])
