@@ -70,8 +70,8 @@ _RANDOM_LARGEST = {"gpu": 8192, "cpu": 256}
 
 
 def member_check(allowed: Sequence[str]):
-  """Returns a validator of a list flag; None passes."""
-  return lambda values: values is None or set(values) <= set(allowed)
+  """Returns a validator of a list flag; None passes, an empty list does not."""
+  return lambda values: values is None or set() < set(values) <= set(allowed)
 
 
 for _flag, _allowed in (
@@ -129,11 +129,14 @@ def cases(platform: Platform) -> tuple[str, list[suites.Case]]:
   found = _part(suites.select(found, classes=_CLASSES.value))
   found = [suites.at_precision(case, _PRECISION.value) for case in found]
   if not found:
-    raise app.UsageError("no problem has these layouts, dtypes and classes")
+    raise app.UsageError(
+        "no problem is left: none has these --layouts, --dtypes and --classes, or --part"
+        " is of few"
+    )
   for case in found:
     if not platform.on_gpu and case.problem.flops > _EMULATED_FLOPS:
       raise app.UsageError(
-          f"{case.name} is too large to emulate on a CPU: run it on a GPU, or"
+          f"{case.name} is too large to emulate on a CPU: run it on a GPU, or give"
           f" smaller --shapes (at most {_EMULATED_FLOPS:.1e} operations)"
       )
   return suite, found
@@ -159,7 +162,7 @@ def _selected(platform: str) -> tuple[str, list[suites.Case]]:
           )
       ]
     except ValueError as error:
-      raise app.UsageError(str(error)) from error
+      raise app.UsageError(f"--shapes: {error}") from error
     return "shapes", found
   if _SUITE.value == "demo":
     found = suites.demo_suite(platform == "gpu")
@@ -201,9 +204,10 @@ def row_provenance(suite: str, platform: Platform, module: str) -> report.Proven
 
 def output_path(default_name: str) -> pathlib.Path:
   """Returns the path of the run's files, less their suffix; makes the folder."""
-  folder = pathlib.Path(common_flags.OUTPUT.value)
-  folder.mkdir(parents=True, exist_ok=True)
-  return folder / (_NAME.value or default_name)
+  name = _NAME.value or default_name
+  if pathlib.PurePath(name).name != name:
+    raise app.UsageError(f"--name={name} is no name of a file in the folder --output")
+  return common_flags.output_folder() / name
 
 
 class _Record(Protocol):

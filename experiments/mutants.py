@@ -216,8 +216,7 @@ def main(argv: Sequence[str]) -> None:
     for verdict in pool.map(lambda site: judge(site, _PATIENCE.value), chosen):
       verdicts.append(verdict)
       shown.update()
-  folder = pathlib.Path(common_flags.OUTPUT.value)
-  folder.mkdir(parents=True, exist_ok=True)
+  folder = common_flags.output_folder()
   facts = dict(
       commit=provenance.commit(), date=provenance.date(),
       command=provenance.command("experiments.mutants"),

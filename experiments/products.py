@@ -20,9 +20,11 @@ from jaxgemm.plan import Plan, make_plan
 from jaxgemm.precision import asked_for
 from pallas_kernels.problem import Config, Problem
 
-# "xla" is lax.dot_general itself, the baseline; "auto" lets jaxgemm choose.
+# "xla" is lax.dot_general itself, the baseline; "auto" lets jaxgemm choose, "invariant"
+# among what is batch invariant.
 IMPLEMENTATIONS = (
     "xla", "auto", "blocked", "direct", "pipelined", "persistent", "split_k", "triton",
+    "invariant",
 )
 
 Product = Callable[[jax.Array, jax.Array], jax.Array]
@@ -137,23 +139,22 @@ def make_candidate(
 
     return Candidate(implementation, "xla", "xla", xla_product)
 
-  name = None if implementation == "auto" else implementation
+  name = None if implementation in ("auto", "invariant") else implementation
+  invariant = implementation == "invariant"
   try:
-    plan = make_plan(problem, device, implementation=name, config=config)
+    plan = make_plan(
+        problem, device, implementation=name, config=config, batch_invariant=invariant
+    )
   except ValueError as error:
     return Candidate(implementation, f"n/a: {error}", implementation, None)
 
   @jax.jit
   def product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    return jaxgemm.dot_general(
-        lhs,
-        rhs,
-        numbers,
-        precision=precision,
-        preferred_element_type=out_dtype,
-        implementation=name,
-        config=config,
-    )
+    with jaxgemm.batch_invariant(invariant):
+      return jaxgemm.dot_general(
+          lhs, rhs, numbers, precision=precision, preferred_element_type=out_dtype,
+          implementation=name, config=config,
+      )
 
   return Candidate(implementation, describe(plan), plan.kernel, product)
 

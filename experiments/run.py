@@ -27,7 +27,7 @@ from pallas_kernels.problem import Problem
 flags.adopt_module_key_flags(cli)
 _IMPLEMENTATIONS = flags.DEFINE_list(
     "implementations",
-    list(products.IMPLEMENTATIONS),
+    [name for name in products.IMPLEMENTATIONS if name != "invariant"],
     "What to run; XLA always runs, as the baseline.",
 )
 _SUSTAINED = flags.DEFINE_float(

@@ -25,6 +25,7 @@ import dataclasses
 import functools
 import json
 import os
+import re
 import statistics
 import sys
 import time
@@ -204,7 +205,13 @@ def measure(
 
 
 def main(argv: Sequence[str]) -> None:
+  if _PROCESS.value >= _PROCESSES.value:
+    raise app.UsageError(
+        f"--process={_PROCESS.value} is not below --processes={_PROCESSES.value}"
+    )
   if _COORDINATOR.value is not None:
+    if not re.fullmatch(r".+:\d+", _COORDINATOR.value):
+      raise app.UsageError(f"--coordinator={_COORDINATOR.value} is not HOST:PORT")
     jax.distributed.initialize(
         _COORDINATOR.value, _PROCESSES.value, _PROCESS.value,
         local_device_ids=(

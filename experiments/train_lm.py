@@ -414,8 +414,7 @@ def main(argv: Sequence[str]) -> None:
   runs = train(implementations, config, training, text, time_kernels=on_gpu)
   difference = relative_difference(runs)
 
-  output = pathlib.Path(common_flags.OUTPUT.value)
-  output.mkdir(parents=True, exist_ok=True)
+  output = common_flags.output_folder()
   title = f"{device}, JAX {jax.__version__}: {config.layers} layers of {config.width}"
   draw(runs, output / "train_lm.png", title)
   result = {

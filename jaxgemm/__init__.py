@@ -6,6 +6,7 @@ from jaxgemm.api import explain as explain
 from jaxgemm.api import gemm as gemm
 from jaxgemm.api import matmul as matmul
 from jaxgemm.autotune import autotune as autotune
+from jaxgemm.contexts import batch_invariant as batch_invariant
 from jaxgemm.contexts import emulate as emulate
 from jaxgemm.contexts import target as target
 from jaxgemm.einsums import einsum as einsum

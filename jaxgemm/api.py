@@ -14,11 +14,19 @@ import operator
 import jax
 from jax import lax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxgemm import plan as plans
 from jaxgemm import precision as precisions
-from jaxgemm.contexts import current_target
+from jaxgemm import table
+from jaxgemm.arguments import (
+    as_array,
+    as_dtype,
+    as_factor,
+    check_broadcasts,
+    check_numbers,
+    check_real,
+)
+from jaxgemm.contexts import current_target, is_batch_invariant
 from jaxgemm.dims import (
     Axes,
     DimensionNumbers,
@@ -38,6 +46,7 @@ from pallas_kernels.problem import OUT_DTYPES, Config
 def matmul(
     a, b, *, precision=None, preferred_element_type=None, out_sharding=None,
     implementation: str | None = None, config: Config | None = None,
+    batch_invariant: bool = False,
 ) -> jax.Array:
   """Returns the matrix product of two arrays, with jnp.matmul's semantics.
 
@@ -51,22 +60,27 @@ def matmul(
       "persistent", "split_k", "triton" or "xla". A kernel that is named must serve;
       its gradients prefer it.
     config: the config of that kernel; alone, it also names its kernel.
+    batch_invariant: whether a row of the result must have the same bits whatever m is;
+      see jaxgemm.batch_invariant, which sets it for all products.
   Returns: [*batch, m, n], without m where a is [k], without n where b is [k].
   Raises:
     TypeError: k differs between the operands; the message names both shapes.
     ValueError: an operand is a scalar, the batches do not broadcast, or the named
-      kernel cannot serve; the message names the operand, dimension and constraint.
+      kernel cannot serve, or none that is batch invariant; the message names the
+      operand, dimension and constraint.
   Example: jaxgemm.matmul(jnp.ones((8, 64)), jnp.ones((64, 16))).shape == (8, 16)
   """
-  a, b = as_array("matmul", a), as_array("matmul", b)
+  a, b = as_array("matmul", "a", a), as_array("matmul", "b", b)
   axes, a_squeeze, b_squeeze = _matmul_axes("matmul", a.shape, b.shape)
-  implementation = plans.check_implementation(implementation, config)
+  implementation = named_kernel(implementation, config)
   lhs, rhs = _promoted(a, b)
   product, reason = product_of(
-      lhs.dtype, rhs.dtype, precision, preferred_element_type, implementation, config
+      lhs.dtype, rhs.dtype, precision, preferred_element_type, implementation, config,
+      batch_invariant=batch_invariant,
   )
+  weak = implementation is None and _is_weak(a) and _is_weak(b)
   # jnp.matmul alone keeps a weak type weak.
-  if reason or (implementation is None and _is_weak(a) and _is_weak(b)):
+  if reason or (weak and not product.batch_invariant):
     return jnp.matmul(
         a, b, precision=precision, preferred_element_type=preferred_element_type,
         out_sharding=out_sharding,
@@ -97,9 +111,9 @@ def dot_general(
     ValueError: the named kernel cannot serve.
   Example: jnp.einsum("bqd,bkd->bqk", q, k, _dot_general=jaxgemm.dot_general)
   """
-  lhs, rhs = as_array("dot_general", lhs), as_array("dot_general", rhs)
+  lhs, rhs = as_array("dot_general", "lhs", lhs), as_array("dot_general", "rhs", rhs)
   numbers = _checked_numbers(lhs.shape, rhs.shape, dimension_numbers)
-  implementation = plans.check_implementation(implementation, config)
+  implementation = named_kernel(implementation, config)
   axes = label_axes(lhs.ndim, rhs.ndim, numbers)
   product, reason = product_of(
       lhs.dtype, rhs.dtype, precision, preferred_element_type, implementation, config
@@ -134,7 +148,7 @@ def gemm(
       has no c, or the named kernel cannot serve.
   Example: y = jaxgemm.gemm(x, w, y, beta=1)  # accumulates into y
   """
-  a, b = as_array("gemm", a), as_array("gemm", b)
+  a, b = as_array("gemm", "a", a), as_array("gemm", "b", b)
   if a.ndim < 2 or b.ndim < 2:
     raise ValueError(
         f"gemm: a has shape {a.shape} and b {b.shape}; both must be matrices or"
@@ -143,22 +157,26 @@ def gemm(
   axes, a_squeeze, b_squeeze = _matmul_axes("gemm", a.shape, b.shape)
   lhs, rhs = _promoted(a, b)
   lhs, rhs = _squeezed(lhs, a_squeeze), _squeezed(rhs, b_squeeze)
-  alpha, beta = static_factor(alpha), static_factor(beta)
+  alpha, beta = as_factor("gemm", "alpha", alpha), as_factor("gemm", "beta", beta)
   if isinstance(beta, float) and beta == 0:
     c = None
   elif c is None:
     raise ValueError("gemm: beta is given, but c is not")
   else:
-    c = _broadcast_c(c, axes, lhs.shape, rhs.shape)
-  out_dtype = jnp.dtype(
-      lhs.dtype if preferred_element_type is None else preferred_element_type
-  )
+    c = as_array("gemm", "c", c)
+  out_dtype = _out_dtype(lhs.dtype, preferred_element_type)
+  shape = _result_shape(axes, lhs.shape, rhs.shape)
+  for name, x in (("alpha", alpha), ("beta", beta), ("c", c)):
+    if isinstance(x, jax.Array):
+      check_real("gemm", name, x, "the result", out_dtype)
+      check_broadcasts("gemm", name, x, "the result", shape)
+  c = c if c is None else jnp.broadcast_to(c, shape)
   fused = isinstance(alpha, float) and isinstance(beta, float)
   # What is rounded once more later on must not be rounded to 16 bits before.
   wide_dtype = jnp.float32 if out_dtype.name in OUT_DTYPES else out_dtype
   product, reason = product_of(
       lhs.dtype, rhs.dtype, precision, out_dtype if fused else wide_dtype,
-      plans.check_implementation(implementation, config), config,
+      named_kernel(implementation, config), config,
   )
   if fused and not reason:
     if c is not None and c.dtype.name not in OUT_DTYPES:
@@ -193,8 +211,15 @@ def explain(
     with jaxgemm.target("NVIDIA H200"):
       jaxgemm.explain(jax.ShapeDtypeStruct((4096, 4096), "bfloat16"), w)
   """
+  for name, x in (("a", a), ("b", b)):
+    if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+      raise TypeError(
+          f"explain: {name} is of type {type(x).__name__}; it must be an array, or have"
+          " a shape and a dtype"
+      )
+    check_numbers("explain", name, x.dtype)
   axes, lhs_squeeze, rhs_squeeze = _matmul_axes("explain", a.shape, b.shape)
-  implementation = plans.check_implementation(implementation, config)
+  implementation = named_kernel(implementation, config)
   dtype = jnp.result_type(a.dtype, b.dtype)
   lhs_shape = _without(a.shape, lhs_squeeze)
   rhs_shape = _without(b.shape, rhs_squeeze)
@@ -211,7 +236,8 @@ def explain(
     plan = plans.Plan("xla", None, "fallback", reason, problem)
   else:
     plan = plans.make_plan(
-        problem, device, implementation=implementation, config=config
+        problem, device, implementation=implementation, config=config,
+        batch_invariant=product.batch_invariant,
     )
   print(plans.describe(plan, device))
   return plan
@@ -220,19 +246,36 @@ def explain(
 # -- From a call to the primitive --------------------------------------------------
 
 
+def named_kernel(implementation: str | None, config: Config | None) -> str | None:
+  """The implementation that the two arguments name; raises where they name none."""
+  implementation = plans.check_implementation(implementation, config)
+  if config is not None:
+    try:
+      table.check_types(config)
+    except TypeError as error:
+      raise TypeError(f"config {config!r}: {error}") from None
+  return implementation
+
+
+def _out_dtype(dtype, preferred_element_type):
+  if preferred_element_type is None:
+    return dtype
+  return as_dtype("preferred_element_type", preferred_element_type)
+
+
 def product_of(
-    lhs_dtype, rhs_dtype, precision, preferred_element_type, implementation, config
+    lhs_dtype, rhs_dtype, precision, preferred_element_type, implementation, config,
+    *, batch_invariant: bool = False,
 ) -> tuple[Product, str]:
   """The product that is asked for, its dims yet unknown.
 
   Returns: the product, and the reason why XLA must compute it, or "".
   Raises:
-    ValueError: a kernel is named and cannot take these dtypes or this precision.
+    ValueError: a kernel is named and cannot take these dtypes or this precision, or it
+      is to be batch invariant and none can.
   """
   precision = compat.canonicalize_precision(precision)
-  out_dtype = jnp.dtype(
-      lhs_dtype if preferred_element_type is None else preferred_element_type
-  ).name
+  out_dtype = _out_dtype(lhs_dtype, preferred_element_type).name
   algorithm, reason = precisions.choose_algorithm(
       lhs_dtype.name, rhs_dtype.name, out_dtype, precision
   )
@@ -240,9 +283,13 @@ def product_of(
     reason = "implementation='xla'"
   elif reason and implementation is not None:
     raise ValueError(f"implementation {implementation!r} cannot serve: {reason}")
+  batch_invariant = batch_invariant or is_batch_invariant()
+  if reason and batch_invariant:
+    raise ValueError(f"batch_invariant: XLA's product is not: {reason}")
   product = Product(
       Dims(), out_dtype, algorithm or "xla", precision,
-      implementation=implementation, config=config, target=current_target(),
+      implementation=implementation, config=config, batch_invariant=batch_invariant,
+      target=current_target(),
   )
   return product, reason
 
@@ -285,15 +332,6 @@ def _permuted_shape(shape: Shape, perm: Shape | None) -> Shape:
 # -- Operands and axes -------------------------------------------------------------
 
 
-def as_array(name: str, x) -> jax.Array:
-  if isinstance(x, jax.Array):
-    return x
-  scalars = (np.ndarray, np.generic, bool, int, float, complex)
-  if isinstance(x, scalars) or hasattr(x, "__jax_array__"):
-    return jnp.asarray(x)
-  raise TypeError(f"{name} takes arrays, not {type(x).__name__}")
-
-
 def _promoted(a, b):
   """Operands of mixed dtypes in their common dtype, as jnp.matmul has it."""
   if a.dtype == b.dtype:
@@ -304,13 +342,6 @@ def _promoted(a, b):
 
 def _is_weak(x) -> bool:
   return getattr(x, "weak_type", False)
-
-
-def static_factor(factor):
-  """A float, if the factor is known where it is traced; else an array."""
-  if isinstance(factor, (int, float, np.integer, np.floating)):
-    return float(factor)
-  return factor
 
 
 def _without(shape: Shape, squeeze: Shape) -> Shape:
@@ -367,9 +398,15 @@ def _matmul_axes(
 
 def _checked_numbers(lhs_shape, rhs_shape, numbers) -> DimensionNumbers:
   """Dimension numbers as tuples of int; TypeError if they do not fit the shapes."""
-  (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = (
-      tuple(tuple(map(operator.index, dims)) for dims in pair) for pair in numbers
-  )
+  try:
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = (
+        tuple(tuple(map(operator.index, dims)) for dims in pair) for pair in numbers
+    )
+  except (TypeError, ValueError):
+    raise TypeError(
+        f"dot_general: dimension_numbers {numbers!r} must be ((lhs contracting, rhs"
+        " contracting), (lhs batch, rhs batch)), each a sequence of integers"
+    ) from None
   problem = None
   for kind, lhs_dims, rhs_dims in (
       ("contracting", lhs_contract, rhs_contract), ("batch", lhs_batch, rhs_batch)
@@ -399,18 +436,11 @@ def _checked_numbers(lhs_shape, rhs_shape, numbers) -> DimensionNumbers:
   return (lhs_contract, rhs_contract), (lhs_batch, rhs_batch)
 
 
-def _broadcast_c(c, axes: tuple[Axes, Axes, Axes], lhs_shape: Shape, rhs_shape: Shape):
-  """c as an array of the shape of the result."""
-  c = as_array("gemm", c)
+def _result_shape(
+    axes: tuple[Axes, Axes, Axes], lhs_shape: Shape, rhs_shape: Shape
+) -> Shape:
   lhs, rhs, out = axes
   sizes = label_sizes(lhs, rhs, lhs_shape, rhs_shape)
-  shape = tuple(sizes[axis] for axis in out)
-  if c.shape == shape:
-    return c
-  try:
-    return jnp.broadcast_to(c, shape)
-  except ValueError:
-    raise ValueError(
-        f"gemm: c has shape {c.shape}, which does not broadcast to the result's"
-        f" {shape}"
-    ) from None
+  return tuple(sizes[axis] for axis in out)
+
+

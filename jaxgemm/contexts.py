@@ -26,11 +26,34 @@ class Target:
 
 
 _context = jax.make_user_context(default_value=None)
+_invariant = jax.make_user_context(default_value=False)
 
 
 def current_target() -> Target | None:
   """What `target` or `emulate` has set here, or None."""
   return _context.value
+
+
+def is_batch_invariant() -> bool:
+  """Whether `batch_invariant` is set here."""
+  return _invariant.value
+
+
+def batch_invariant(enabled: bool = True) -> contextlib.AbstractContextManager[None]:
+  """Within this context, a row's result does not depend on how many others there are.
+
+  Of each product with one lhs (matmul, dot_general, gemm, einsum and the layers) a row
+  has the same bits whatever m is, and at whatever place it stands; so have the gradients
+  of lhs. A gradient of rhs is a sum over all rows. Products that no kernel can give this
+  for (dtypes, precisions and devices that are left to XLA) raise ValueError. What it
+  costs is that k is not split: see README.md.
+
+  Args:
+    enabled: False for what a context around this one has set.
+  Returns: a context manager.
+  Example: `with jaxgemm.batch_invariant(): logits = model(params, tokens)`
+  """
+  return _invariant(enabled)
 
 
 def target(kind: str) -> contextlib.AbstractContextManager[None]:

@@ -129,7 +129,7 @@ def known_device(kind: str) -> Device:
   """The device of that name; raises ValueError with the known names otherwise."""
   try:
     return KNOWN_DEVICES[kind]
-  except KeyError:
+  except (KeyError, TypeError):  # The latter where it does not hash.
     known = ", ".join(repr(name) for name in KNOWN_DEVICES)
     raise ValueError(f"unknown device {kind!r}; known devices: {known}") from None
 
@@ -159,7 +159,7 @@ def current_device() -> Device | None:
   relative = _RELATIVES.get(getattr(gpu, "compute_capability", None))
   if relative is None:
     return None
-  num_sms = getattr(gpu, "core_count", relative.num_sms)
+  num_sms = getattr(gpu, "core_count", None) or relative.num_sms
   scale = num_sms / relative.num_sms
   return dataclasses.replace(
       relative,

@@ -9,14 +9,15 @@ activation, which the same kernel stores beside the result, or compute it again:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+import functools
 
 import jax
 from jax import lax
 import jax.numpy as jnp
 
-from jaxgemm import plan as plans
-from jaxgemm.api import as_array, contract, product_of, static_factor
+from jaxgemm.api import contract, named_kernel, product_of
+from jaxgemm.arguments import as_array, as_factor, check_broadcasts, check_real
 from jaxgemm.dims import Axes
 from pallas_kernels import activations
 from pallas_kernels.problem import NONE, OUT_DTYPES, Activation, Config
@@ -60,7 +61,7 @@ def linear(
     h = jaxgemm.linear(x, w1, b1, activation="gelu")
     y = jaxgemm.linear(h, w2, b2, residual=x)
   """
-  w = as_array("linear", w)
+  w = as_array("linear", "w", w)
   return _layer(
       "linear", x, {"w": w}, {"bias": bias}, activation, residual, scale, precision,
       preferred_element_type, transposed, save, implementation, config,
@@ -97,11 +98,15 @@ def gated_linear(
   Example: h = jaxgemm.gated_linear(x, params["gate"], params["up"])
   Source: Shazeer, "GLU variants improve transformer" (2020).
   """
-  w_gate = as_array("gated_linear", w_gate)
+  w_gate = as_array("gated_linear", "w_gate", w_gate)
+  if packed not in PACKED:
+    raise ValueError(
+        f"gated_linear: packed={packed!r} must be one of {', '.join(PACKED)}"
+    )
   if w_up is None:
     weights = _packed(w_gate, packed, 0 if transposed else 1)
   else:
-    w_up = as_array("gated_linear", w_up)
+    w_up = as_array("gated_linear", "w_up", w_up)
     if w_gate.shape != w_up.shape:
       raise TypeError(
           f"gated_linear: w_gate has shape {w_gate.shape} and w_up {w_up.shape}; they"
@@ -119,10 +124,6 @@ def gated_linear(
 
 def _packed(w, packed: str, axis: int) -> dict[str, jax.Array]:
   """The weights of a gated layer from one array: it, or two of interleaved ones."""
-  if packed not in PACKED:
-    raise ValueError(
-        f"gated_linear: packed={packed!r} must be one of {', '.join(PACKED)}"
-    )
   if w.ndim != 2 or w.shape[axis] % 2:
     raise TypeError(
         f"gated_linear: w_gate has shape {w.shape}; without w_up it must be a matrix"
@@ -142,49 +143,38 @@ def _layer(
     save: str, implementation, config,
 ) -> jax.Array:
   """One bias: linear; two: gated, whose weights are two or one array."""
-  x, gated = as_array(name, x), len(biases) == 2
+  x, gated = as_array(name, "x", x), len(biases) == 2
   packed = gated and len(weights) == 1
   for key, w in weights.items():
-    shapes = f"x has shape {x.shape} and {key} {w.shape}"
-    if not x.ndim or w.ndim != 2:
-      raise ValueError(f"{name}: {shapes}; {key} must be a matrix, and x no scalar")
-    k, n = w.shape[::-1] if transposed else w.shape
-    if x.shape[-1] != k:
-      raise TypeError(f"{name}: {shapes}; the last dimension of x must be k={k}")
-    n //= 1 + packed
+    n = columns(name, x, key, w, transposed) // (1 + packed)
   activation = NONE if activation is None else activation
-  if (reason := activations.check(activation)) is not None:
+  if not isinstance(activation, Hashable):
+    raise ValueError(f"{name}: activation {activation!r} does not hash")
+  if (reason := activations.check(activation) or _why_not(activation)) is not None:
     raise ValueError(f"{name}: {reason}")
   if save not in SAVES:
     raise ValueError(f"{name}: save={save!r} must be one of {', '.join(SAVES)}")
-  given = []
-  for key, bias in biases.items():
-    if bias is not None:
-      bias = as_array(name, bias)
-      if bias.shape != (n,):
-        raise TypeError(f"{name}: {key} has shape {bias.shape}, and w has n={n} columns")
-      given.append(bias)
-  scale = static_factor(scale)
-  if not isinstance(scale, float):
-    x, scale = (x * scale).astype(x.dtype), 1.0
+  given = [as_bias(name, key, b, n) for key, b in biases.items() if b is not None]
+  x, scale = scaled(name, x, scale)
   dtype = jnp.result_type(x, *weights.values())
   x, *factors = (lax.convert_element_type(v, dtype) for v in (x, *weights.values()))
   shape = (*x.shape[:-1], n)
   if residual is not None:
-    residual = as_array(name, residual)
-    try:
-      residual = jnp.broadcast_to(residual, shape)
-    except ValueError:
-      raise ValueError(
-          f"{name}: residual has shape {residual.shape}, which does not broadcast to the"
-          f" result's {shape}"
-      ) from None
+    residual = as_array(name, "residual", residual)
+    check_broadcasts(name, "residual", residual, "the result", shape)
+    residual = jnp.broadcast_to(residual, shape)
+  implementation = named_kernel(implementation, config)
   product, reason = product_of(
-      dtype, dtype, precision, preferred_element_type,
-      plans.check_implementation(implementation, config), config,
+      dtype, dtype, precision, preferred_element_type, implementation, config
   )
+  for key, v in {"residual": residual, **biases}.items():
+    if v is not None:
+      check_real(name, key, v, "the result", product.out_dtype)
   if reason or dtype.itemsize == 1:
+    if product.batch_invariant:
+      raise ValueError(f"batch_invariant: {name} of {dtype.name} is XLA's, which is not")
     if implementation not in (None, "xla"):
+      reason = reason or f"layers of {dtype.name} operands are XLA's"
       raise ValueError(f"implementation {implementation!r} cannot serve: {reason}")
     if transposed:
       factors = [w.T for w in factors]
@@ -206,6 +196,52 @@ def _layer(
       name, x, factors[0], _axes(x.ndim, transposed), product,
       others=[*factors[1:], *others],
   )
+
+
+def columns(name: str, x: jax.Array, key: str, w: jax.Array, transposed: bool) -> int:
+  """Columns of the weight `key`; raises where it does not fit x."""
+  shapes = f"x has shape {x.shape} and {key} {w.shape}"
+  if not x.ndim or w.ndim != 2:
+    raise ValueError(f"{name}: {shapes}; {key} must be a matrix, and x no scalar")
+  k, n = w.shape[::-1] if transposed else w.shape
+  if x.shape[-1] != k:
+    raise TypeError(f"{name}: {shapes}; the last dimension of x must be k={k}")
+  return n
+
+
+def as_bias(name: str, key: str, bias, n: int) -> jax.Array:
+  """The bias `key` as an array [n]; raises where it is none."""
+  bias = as_array(name, key, bias)
+  if bias.shape != (n,):
+    raise TypeError(f"{name}: {key} has shape {bias.shape}, and w has n={n} columns")
+  return bias
+
+
+def scaled(name: str, x: jax.Array, scale) -> tuple[jax.Array, float]:
+  """x and the factor of the product: an array multiplies x."""
+  scale = as_factor(name, "scale", scale)
+  if isinstance(scale, float):
+    return x, scale
+  check_real(name, "scale", scale, "x", x.dtype)
+  check_broadcasts(name, "scale", scale, "x with one column", (*x.shape[:-1], 1))
+  return (x * scale).astype(x.dtype), 1.0
+
+
+@functools.lru_cache(maxsize=256)
+def _why_not(activation: Activation) -> str | None:
+  """Why a function is no activation, or None; a trace of the product would not say."""
+  if isinstance(activation, str):
+    return None
+  called = f"activation {activation!r} of a float32 array"
+  x = jax.ShapeDtypeStruct((2, 3), jnp.float32)
+  try:
+    out = jax.eval_shape(activation, x)
+  except Exception as error:  # Whatever a function of the caller's raises.
+    return f"{called} raises {type(error).__name__}: {error}"
+  if isinstance(out, jax.ShapeDtypeStruct) and out.shape == x.shape:
+    if jnp.issubdtype(out.dtype, jnp.floating):
+      return None
+  return f"{called} [2, 3] gives {out}: it must be floating point, element by element"
 
 
 def _axes(rank: int, transposed: bool) -> tuple[Axes, Axes, Axes]:

@@ -24,9 +24,9 @@ from jax import lax
 import jax.numpy as jnp
 
 from jaxgemm import passes
-from jaxgemm.api import as_array, static_factor
+from jaxgemm.arguments import as_array, as_dtype
 from jaxgemm.contexts import Target, current_target
-from jaxgemm.layers import linear
+from jaxgemm.layers import as_bias, columns, linear, scaled
 from pallas_kernels import losses as kernel
 from pallas_kernels.problem import Config
 
@@ -57,22 +57,24 @@ def linear_cross_entropy(
     losses = jaxgemm.linear_cross_entropy(x, embedding, labels, transposed=True)
   """
   name = "linear_cross_entropy"
-  x, w, labels = as_array(name, x), as_array(name, w), as_array(name, labels)
+  x, w = as_array(name, "x", x), as_array(name, "w", w)
+  labels = as_array(name, "labels", labels)
   if not jnp.issubdtype(labels.dtype, jnp.integer):
     raise TypeError(f"{name}: labels are {labels.dtype.name}; they must be integers")
   if x.ndim and labels.shape != x.shape[:-1]:
     raise TypeError(
         f"{name}: labels have shape {labels.shape} and x {x.shape}: each row of x has one"
     )
-  scale = static_factor(scale)
-  if not isinstance(scale, float):
-    x, scale = (x * scale).astype(x.dtype), 1.0
-  if w.ndim != 2:
-    raise ValueError(f"{name}: w has shape {w.shape}; it must be a matrix")
+  n = columns(name, x, "w", w, transposed)
   axis = 0 if transposed else 1
-  n = w.shape[axis]
-  if bias is not None and (bias := as_array(name, bias)).shape == (n,):
-    bias = _filled_up(bias, 0)
+  x, scale = scaled(name, x, scale)
+  if bias is not None:
+    bias = _filled_up(as_bias(name, "bias", bias, n), 0)
+  logits = jnp.result_type(x, w)
+  if preferred_element_type is not None:
+    logits = as_dtype("preferred_element_type", preferred_element_type)
+  if not jnp.issubdtype(logits, jnp.floating):
+    raise TypeError(f"{name}: the logits are {logits.name}; they must be floating point")
   options = dict(
       precision=precision, preferred_element_type=preferred_element_type,
       implementation=implementation, config=config,

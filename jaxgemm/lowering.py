@@ -118,14 +118,15 @@ def local_plan(product: Product, *operands) -> plans.Plan:
   device = planned_device(product)
   if product.implementation is None and product.config is None:
     record(problem.unfused, device)
+  plan = functools.partial(
+      plans.make_plan, problem, device, batch_invariant=product.batch_invariant
+  )
   try:
-    return plans.make_plan(
-        problem, device, implementation=product.implementation, config=product.config
-    )
+    return plan(implementation=product.implementation, config=product.config)
   except ValueError:
     if product.must_serve:
       raise
-    return plans.make_plan(problem, device)
+    return plan()
 
 
 def local_product(product: Product, *operands):

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 from typing import Any
 
-from jaxgemm import heuristics, table, triton_heuristics, user_table
+from jaxgemm import heuristics, invariance, table, triton_heuristics, user_table
 from jaxgemm.device import Device, supported
 from jaxgemm.precision import ERRORS
 from pallas_kernels import KERNELS, triton
@@ -50,7 +50,7 @@ class Plan:
 @functools.lru_cache(maxsize=4096)
 def make_plan(
     problem: Problem, device: Device | None, *, implementation: str | None = None,
-    config: Config | None = None,
+    config: Config | None = None, batch_invariant: bool = False,
 ) -> Plan:
   """The plan of a problem on a device: a pure function of its arguments and tables.
 
@@ -61,11 +61,15 @@ def make_plan(
     device: where; None stands for any device that the kernels do not know.
     implementation: None, a kernel's name or "xla".
     config: the config of that kernel; alone, it also names its kernel.
-  Returns: a plan, always: XLA's where no kernel serves and none is named.
+    batch_invariant: whether a row's result must be the same, bit by bit, whatever other
+      rows there are.
+  Returns: a plan, always: XLA's where no kernel serves, unless it is asked for more.
   Raises:
-    ValueError: the named kernel cannot serve; the message names the operand, the
-      dimension and the constraint, or the device.
+    ValueError: the named kernel, or for `batch_invariant` any, cannot serve; the message
+      names the operand, the dimension and the constraint, or the device.
   """
+  if batch_invariant:
+    return _invariant(problem, device, implementation, config)
   implementation = check_implementation(implementation, config)
   if implementation == "xla":
     return Plan("xla", None, "override", "implementation='xla'", problem)
@@ -83,6 +87,28 @@ def make_plan(
         candidate.kernel, candidate.config, "heuristic", candidate.reason, problem
     )
   return Plan("xla", None, "fallback", "no kernel serves this problem", problem)
+
+
+def _invariant(
+    problem: Problem, device: Device | None, implementation: str | None,
+    config: Config | None,
+) -> Plan:
+  """The plan that gives a row of the result the same bits whatever the others are."""
+  if not (problem.batch and problem.m and problem.n and problem.k):
+    return make_plan(problem, device)
+  plan = make_plan(problem, device, implementation=implementation, config=config)
+  reason = invariance.why_not(problem, plan.config)
+  if reason is None:
+    return plan
+  if plan.source == "fallback":
+    raise ValueError(f"batch_invariant: no kernel serves {problem}: {plan.reason}")
+  if config is None and implementation != "xla":
+    for found in candidates(problem, device):
+      named = implementation in (None, found.kernel)
+      if named and invariance.why_not(problem, found.config) is None:
+        why = f"batch invariant; {found.reason}"
+        return Plan(found.kernel, found.config, "heuristic", why, problem)
+  raise ValueError(f"batch_invariant: {plan.kernel} cannot serve {problem}: {reason}")
 
 
 def candidates(

@@ -10,6 +10,7 @@ the operands as they are stored, each with its own plan.
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 from jax import lax
@@ -107,9 +108,19 @@ def _lower(ctx, *operands, product: Product):
   """For every platform but CUDA: XLA's dot, or the kernels emulated."""
   if product.target is not None and product.target.emulate:
     return _lower_kernels(ctx, *operands, product=product)
-  return _lower_function(
-      ctx, functools.partial(xla_product, product, cuda=False), operands, product
-  )
+  return _lower_xla(ctx, operands, product, cuda=False)
+
+
+def _lower_xla(ctx, operands, product: Product, *, cuda: bool):
+  """Where no kernel can run: its platform, or devices without a mesh."""
+  if product.batch_invariant and all(math.prod(aval.shape) for aval in ctx.avals_in):
+    where = "over devices without a mesh" if cuda else "on this platform"
+    raise ValueError(
+        f"batch_invariant: no kernel serves {where}; those that are need an NVIDIA GPU of"
+        " compute capability 9.0 (Hopper), or jaxgemm.emulate()"
+    )
+  function = functools.partial(xla_product, product, cuda=cuda)
+  return _lower_function(ctx, function, operands, product)
 
 
 def _lower_kernels(ctx, *operands, product: Product):
@@ -122,9 +133,7 @@ def _lower_kernels(ctx, *operands, product: Product):
     function = functools.partial(_partitioned, product)
   else:
     # No mesh by whose axes to name the shards; XLA partitions its own dot anyhow.
-    return _lower_function(
-        ctx, functools.partial(xla_product, product, cuda=True), operands, product
-    )
+    return _lower_xla(ctx, operands, product, cuda=True)
   # What runs on one device knows nothing of the mesh in its operands' types.
   local = ctx.replace(
       avals_in=[jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]
@@ -203,6 +212,8 @@ def gradient(ct, other, aval, index: int, product: Product):
   if out_sharding is not None and sums_batch:
     out_sharding = _with_batch(out_sharding, jax.typeof(ct).sharding.spec[: dims.b])
   operands = (other, ct) if ct_is_rhs else (ct, other)
+  if index:  # A sum over all rows.
+    product = product.replace(batch_invariant=False)
   out = _any_product(
       operands, grad_dims, "float32" if sums_batch else aval.dtype.name, out_sharding,
       product,
@@ -233,6 +244,11 @@ def _any_product(operands, dims: Dims, out_dtype: str, out_sharding, product: Pr
       dtype.name, dtype.name, out_dtype, precision
   )
   if algorithm is None:
+    if product.batch_invariant:
+      raise ValueError(
+          f"batch_invariant: the gradient of {lhs.dtype.name} and {rhs.dtype.name} is"
+          " XLA's product, which is not"
+      )
     xla = Product(dims, out_dtype, "xla", precision, product.alpha)
     xla = xla.replace(out_sharding=out_sharding)
     return xla_product(xla, *operands, cuda=True)

@@ -54,6 +54,7 @@ class Product:
     implementation, config: as in jaxgemm.matmul.
     must_serve: whether the named implementation must serve or is only preferred, as
       for a gradient, whose problem the user did not choose it for.
+    batch_invariant: whether a row's result must not depend on other rows.
     target: the device to plan for; None for the device that runs it.
     out_sharding: sharding of the result on an explicit mesh, or None.
   """
@@ -73,6 +74,7 @@ class Product:
   implementation: str | None = None
   config: Config | None = None
   must_serve: bool = True
+  batch_invariant: bool = False
   target: Target | None = None
   out_sharding: Any = None
 

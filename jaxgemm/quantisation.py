@@ -15,6 +15,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from jaxgemm.arguments import as_array, as_dtype
 from pallas_kernels.problem import SCALE_BLOCK
 
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
@@ -35,17 +36,22 @@ def quantise(
       blocks.
   Returns: values of x's shape, and the scale, float32, [*batch, ., .].
   Raises:
-    ValueError: x is no matrix, or the dtype or block none of these.
+    TypeError: x is no array.
+    ValueError: x is no matrix of floating point, or the dtype or block none of these.
   Example: values, scale = jaxgemm.quantise(w, block=(-1, 1))
   """
+  x = as_array("quantise", "x", x)
   if x.ndim < 2:
     raise ValueError(f"quantise: x has shape {x.shape}; it must be a matrix or a batch")
-  if jnp.dtype(dtype).name not in FLOAT8:
+  if not jnp.issubdtype(x.dtype, jnp.floating):
+    raise ValueError(f"quantise: x is {x.dtype}; it must be floating point")
+  if as_dtype("quantise: dtype", dtype).name not in FLOAT8:
     raise ValueError(f"quantise: dtype {dtype} must be one of {', '.join(FLOAT8)}")
-  if len(block) != 2 or not set(block) <= {1, SCALE_BLOCK, -1}:
-    raise ValueError(
-        f"quantise: block {tuple(block)} must be two of 1, {SCALE_BLOCK} and -1"
-    )
+  lengths = (1, SCALE_BLOCK, -1)
+  if not isinstance(block, Sequence) or len(block) != 2 or any(
+      length not in lengths for length in block
+  ):
+    raise ValueError(f"quantise: block {block!r} must be two of 1, {SCALE_BLOCK} and -1")
   size = jnp.abs(x.astype(jnp.float32))
   for axis, length in zip((-2, -1), block, strict=True):
     size = _largest(size, axis, length)
@@ -62,7 +68,20 @@ def rounded(x: jax.Array, scale: jax.Array, dtype) -> jax.Array:
 
 
 def dequantise(values: jax.Array, scale: jax.Array, dtype=jnp.float32) -> jax.Array:
-  """Returns values times their scale, in `dtype`; see `quantise`."""
+  """Returns values times their scale, in `dtype`; see `quantise`.
+
+  Raises:
+    TypeError: an operand is no array, or dtype none.
+    ValueError: values are no matrix, or the scale's shape does not fit them.
+  """
+  values = as_array("dequantise", "values", values)
+  scale = as_array("dequantise", "scale", scale)
+  dtype = as_dtype("dequantise: dtype", dtype)
+  if values.ndim < 2:
+    raise ValueError(
+        f"dequantise: values have shape {values.shape}; they must be a matrix or a batch"
+    )
+  check_scale("dequantise: scale", scale, values.shape)
   return (values.astype(jnp.float32) * expand(scale, values.shape)).astype(dtype)
 
 
@@ -102,11 +121,11 @@ def _largest(size: jax.Array, axis: int, length: int) -> jax.Array:
   if length == 1:
     return size
   if length == -1:
-    return jnp.max(size, axis=axis, keepdims=True)
+    return jnp.max(size, axis=axis, keepdims=True, initial=0.0)  # There may be none.
   axis %= size.ndim
   blocks = num_blocks(size.shape[axis])
   pad = [(0, 0)] * size.ndim
   pad[axis] = (0, blocks * length - size.shape[axis])
   size = jnp.pad(size, pad)
   shape = (*size.shape[:axis], blocks, length, *size.shape[axis + 1 :])
-  return jnp.max(size.reshape(shape), axis=axis + 1)
+  return jnp.max(size.reshape(shape), axis=axis + 1, initial=0.0)

@@ -19,7 +19,8 @@ from jax import lax
 import jax.numpy as jnp
 
 from jaxgemm import plan as plans
-from jaxgemm.api import matmul
+from jaxgemm.api import matmul, named_kernel
+from jaxgemm.arguments import as_array, as_dtype, check_real
 from jaxgemm.contexts import current_target
 from jaxgemm.device import current_device
 from jaxgemm.lowering import emulated_product
@@ -87,7 +88,8 @@ def scaled_matmul(
         w, block=(128, 128))
     y = jaxgemm.scaled_matmul(x8, w8, sx, sw)
   """
-  lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
+  lhs = as_array("scaled_matmul", "lhs", lhs)
+  rhs = as_array("scaled_matmul", "rhs", rhs)
   shapes = f"lhs has shape {lhs.shape} and rhs {rhs.shape}"
   if lhs.ndim < 2 or rhs.ndim < 2:
     raise ValueError(f"scaled_matmul: {shapes}; both must be matrices or batches")
@@ -99,13 +101,14 @@ def scaled_matmul(
   for name, x in (("lhs", lhs), ("rhs", rhs)):
     if not jnp.issubdtype(x.dtype, jnp.floating):
       raise ValueError(f"scaled_matmul: {name} is {x.dtype}: want a floating-point dtype")
-  out_dtype = jnp.dtype(preferred_element_type).name
+  dtypes = []
   for name, value, known in (
-      ("preferred_element_type", out_dtype, OUT_DTYPES),
-      ("dtype", jnp.dtype(dtype).name, FLOAT8),
-      ("cotangent_dtype", cotangent_dtype and jnp.dtype(cotangent_dtype).name,
-       (None, *FLOAT8)),
+      ("preferred_element_type", preferred_element_type, OUT_DTYPES),
+      ("dtype", dtype, FLOAT8),
+      ("cotangent_dtype", cotangent_dtype, (None, *FLOAT8)),
   ):
+    value = None if value is None else as_dtype(f"scaled_matmul: {name}", value).name
+    dtypes.append(value)
     if value not in known:
       raise ValueError(
           f"scaled_matmul: {name} {value} must be one of {', '.join(map(str, known))}"
@@ -114,7 +117,9 @@ def scaled_matmul(
   for name, scale, x, k_axis in (
       ("lhs_scale", lhs_scale, lhs, -1), ("rhs_scale", rhs_scale, rhs, -2)
   ):
-    scale = jnp.asarray(scale, jnp.float32)
+    scale = as_array("scaled_matmul", name, scale)
+    check_real("scaled_matmul", name, scale, "its operand", x.dtype)
+    scale = scale.astype(jnp.float32)
     if scale.ndim == 0:
       scale = scale.reshape((1,) * x.ndim)
     check_scale(f"scaled_matmul: {name}", scale, x.shape)
@@ -124,11 +129,7 @@ def scaled_matmul(
           f" k={x.shape[k_axis]} cannot be taken out of the sum"
       )
     scales.append(scale)
-  options = _Options(
-      out_dtype, jnp.dtype(dtype).name,
-      cotangent_dtype and jnp.dtype(cotangent_dtype).name,
-      plans.check_implementation(implementation, config), config,
-  )
+  options = _Options(*dtypes, named_kernel(implementation, config), config)
   return _scaled_matmul(lhs, rhs, *scales, options)
 
 

@@ -19,7 +19,9 @@ import dataclasses
 import functools
 import importlib.resources
 import json
-from typing import Any
+import numbers
+import typing
+from typing import Any, Literal
 
 from jaxgemm.device import Device
 from pallas_kernels import KERNELS
@@ -107,7 +109,7 @@ def _parse_row(raw: dict[str, Any]) -> Row:
   fields = dict(raw["problem"])
   epilogue = Epilogue(**fields.pop("epilogue", {}))
   problem = Problem(**fields, epilogue=epilogue)
-  _check_types(problem)
+  check_types(problem)
   config = None
   if raw["kernel"] == "xla":
     if raw["config"] is not None:
@@ -117,17 +119,33 @@ def _parse_row(raw: dict[str, Any]) -> Row:
   else:
     kernel = KERNELS[raw["kernel"]]
     config = kernel.Config(**raw["config"])
-    _check_types(config)
+    check_types(config)
     reason = kernel.supports(problem, config)
     if reason is not None:
       raise ValueError(reason)
   return Row(problem, raw["kernel"], config, tuple(raw["evidence"].items()))
 
 
-def _check_types(values: Problem | Config) -> None:
-  """A size of 128.0 equals 128, and would pass until a kernel is built with it."""
-  for field in dataclasses.fields(values):
-    value = getattr(values, field.name)
-    wanted = {"int": int, "bool": bool, "str": str}.get(field.type, type(value))
-    if type(value) is not wanted:
-      raise TypeError(f"{field.name} is {value!r}, which is no {field.type}")
+def check_types(values: Problem | Config) -> None:
+  """Raises TypeError, with the field's name, where a value is not what its type says.
+
+  A size of 128.0 equals 128, and would pass until a kernel is built with it.
+  """
+  for name, wanted in _types(type(values)).items():
+    value = getattr(values, name)
+    if wanted is int:
+      fits = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    elif typing.get_origin(wanted) is Literal:
+      fits = isinstance(value, str) and value in typing.get_args(wanted)
+      wanted = "|".join(typing.get_args(wanted))
+    else:
+      fits = wanted not in (bool, str) or type(value) is wanted
+    if not fits:
+      raise TypeError(
+          f"{name} is {value!r}, which is no {getattr(wanted, '__name__', wanted)}"
+      )
+
+
+@functools.cache
+def _types(cls: type) -> dict[str, Any]:
+  return typing.get_type_hints(cls)

@@ -6,13 +6,15 @@ One JSON file for each kind of device, version of JAX and version of the kernels
 
 with rows as in jaxgemm/table.py. It lies in the folder $JAXGEMM_CACHE_DIR, or in the
 platform's cache folder for jaxgemm; with JAXGEMM_CACHE_DIR set to nothing there is
-no such table. It is a cache: whatever is wrong with it, it is ignored with one
-warning, and the next row that is stored replaces it.
+no such table. It is a cache: whatever is wrong with its content, it is ignored with one
+warning, and the next row that is stored replaces it. What cannot be read at all is left
+as it is. Rows that could not be written are written with the next that are stored.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+import glob
 import json
 import os
 from pathlib import Path
@@ -30,12 +32,15 @@ from pallas_kernels.problem import Problem
 
 ENVIRONMENT = "JAXGEMM_CACHE_DIR"
 _LOCK_TIMEOUT_S = 60.0
+_UNFINISHED = ".tmp"
 
 Rows = dict[Problem, Row]
 
 _lock = threading.RLock()
 _loaded: dict[str, Rows] = {}  # By kind of device.
+_unwritten: dict[str, Rows] = {}
 _warned: set[Path | None] = set()
+_stuck: set[Path] = set()  # Whose locks were waited for in vain.
 
 
 class TableWarning(UserWarning):
@@ -61,13 +66,16 @@ def store(rows: Iterable[Row], kind: str) -> None:
   """Merges rows into the table of a device, on the disk and in this process.
 
   What other processes have stored meanwhile is kept. Where the file cannot be
-  written, a TableWarning says so, and the rows hold in this process alone.
+  written, a TableWarning says so, and the rows hold in this process alone, until a later
+  call can write them.
   """
-  rows = {row.problem: row for row in rows}
   with _lock:
+    rows = _unwritten.get(kind, {}) | {row.problem: row for row in rows}
+    _unwritten[kind] = rows
     file = path(kind)
     try:
       merged = _merge(file, kind, rows)
+      del _unwritten[kind]
     except (OSError, NotImplementedError) as error:  # The latter: no file locks here.
       _warn(file, f"cannot be written, and its plans hold in this process alone: {error}")
       merged = _load(kind) | rows
@@ -78,13 +86,19 @@ def forget() -> None:
   """Makes the next lookup read the tables anew."""
   with _lock:
     _loaded.clear()
+    _unwritten.clear()
     _warned.clear()
+    _stuck.clear()
 
 
 def _folder() -> Path | None:
   value = os.environ.get(ENVIRONMENT)
   if value is not None:
-    return Path(value).expanduser() if value else None
+    try:
+      return Path(value).expanduser() if value else None
+    except RuntimeError as error:  # "~nobody/plans"
+      _warn(None, f"has no folder: {error}")
+      return None
   try:
     import platformdirs
   except ImportError:  # It comes with the extra that also brings the tuner.
@@ -100,12 +114,19 @@ def _load(kind: str) -> Rows:
       # Should warnings be errors, the table is still read and named once only.
       _loaded[kind] = {}
       if file is not None:
-        _loaded[kind] = _read(file, kind)
+        try:
+          _loaded[kind] = _read(file, kind)
+        except OSError as error:
+          _warn(file, f"cannot be read: {type(error).__name__}: {error}")
     return _loaded[kind]
 
 
 def _read(file: Path, kind: str) -> Rows:
-  """The rows of a file: none if there is no file, or with a warning, if it is bad."""
+  """The rows of a file: none if there is no file, or with a warning, if it is bad.
+
+  Raises:
+    OSError: the file cannot be read, and may well be good.
+  """
   try:
     content = json.loads(file.read_text(encoding="utf-8"))
     for name, value in _header(kind).items():
@@ -114,6 +135,8 @@ def _read(file: Path, kind: str) -> Rows:
     return {row.problem: row for row in table.parse(content, kind)}
   except FileNotFoundError:
     return {}
+  except OSError:
+    raise
   # A file that anyone may have written fails in ways that no list names, and a
   # product must not fail with it.
   except Exception as error:
@@ -128,8 +151,12 @@ def _header(kind: str) -> dict[str, object]:
 def _warn(file: Path | None, what: str) -> None:
   if file not in _warned:
     _warned.add(file)
-    name = file or f"(no folder: {ENVIRONMENT} is empty, or platformdirs missing)"
-    warnings.warn(f"jaxgemm's table {name} {what}", TableWarning, stacklevel=2)
+    name = "jaxgemm's table" if file is None else f"jaxgemm's table {file}"
+    if value := os.environ.get(ENVIRONMENT):
+      name = f"{name} ({ENVIRONMENT}={value!r})"
+    elif file is None:
+      name = f"{name} (no folder: {ENVIRONMENT} is empty, or platformdirs missing)"
+    warnings.warn(f"{name} {what}", TableWarning, stacklevel=2)
 
 
 def _merge(file: Path | None, kind: str, rows: Rows) -> Rows:
@@ -139,16 +166,30 @@ def _merge(file: Path | None, kind: str, rows: Rows) -> Rows:
   if file is None:
     raise OSError("it has no folder")
   file.parent.mkdir(parents=True, exist_ok=True)
-  with filelock.FileLock(f"{file}.lock", timeout=_LOCK_TIMEOUT_S):
+  # Once is enough to wait in vain: a tuner stores row after row.
+  lock = filelock.FileLock(
+      f"{file}.lock", timeout=0.0 if file in _stuck else _LOCK_TIMEOUT_S
+  )
+  try:
+    lock.acquire()
+  except filelock.Timeout:
+    _stuck.add(file)
+    raise
+  try:
+    _stuck.discard(file)
+    for leftover in file.parent.glob(f"{glob.escape(file.name)}.*{_UNFINISHED}"):
+      leftover.unlink(missing_ok=True)  # A killed process's: who has the lock writes.
     merged = _read(file, kind) | rows
     content = _header(kind) | {"rows": [table.as_json(row) for row in merged.values()]}
     _replace(file, json.dumps(content, indent=1) + "\n")
+  finally:
+    lock.release()
   return merged
 
 
 def _replace(file: Path, text: str) -> None:
   """Writes a file so that no reader ever sees a part of it."""
-  descriptor, name = tempfile.mkstemp(dir=file.parent, prefix=f"{file.name}.")
+  descriptor, name = tempfile.mkstemp(_UNFINISHED, f"{file.name}.", file.parent)
   try:
     with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
       stream.write(text)

@@ -1,4 +1,4 @@
-"""matmul, dot_general and gemm: their namesakes' semantics, and their errors."""
+"""matmul, dot_general and gemm: their namesakes' semantics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import jaxgemm
 from jaxgemm import reference
 from jaxgemm.dims import Dims, fold, label_axes
 from jaxgemm.precision import choose_algorithm
-from pallas_kernels.problem import BlockedConfig
 from tests.product_cases import normal, product_dims, products
 
 MATMUL_SHAPES = [
@@ -315,43 +314,12 @@ def test_weak_types_stay_weak():
   assert jaxgemm.matmul(weak, half).dtype == jnp.matmul(weak, half).dtype == half.dtype
 
 
-# -- operands that are not arrays, and errors --------------------------------------
+# -- operands that are not arrays, and named kernels -------------------------------
 
 
 def test_numpy_operands(rng):
   a = rng.standard_normal((4, 5)).astype("float32")
   _assert_close(jaxgemm.matmul(a, a.T), reference.matmul(a, a.T), "float32")
-  with pytest.raises(TypeError, match="list"):
-    jaxgemm.matmul([[1.0]], a)
-
-
-def test_matmul_errors_name_both_shapes():
-  ones = jnp.ones
-  with pytest.raises(TypeError, match=r"\(2, 3\) and b \(4, 5\); k .* 3, .* 4"):
-    jaxgemm.matmul(ones((2, 3)), ones((4, 5)))
-  with pytest.raises(TypeError, match=r"\(3,\) and b \(4,\)"):
-    jaxgemm.matmul(ones((3,)), ones((4,)))
-  with pytest.raises(ValueError, match=r"\(2, 4, 5\) and b \(3, 5, 6\); their batches"):
-    jaxgemm.matmul(ones((2, 4, 5)), ones((3, 5, 6)))
-  with pytest.raises(ValueError, match=r"\(\) and b \(2, 2\)"):
-    jaxgemm.matmul(1.0, ones((2, 2)))
-
-
-@pytest.mark.parametrize(
-    "numbers, message",
-    [
-        ((((1,), (1,)), ((), ())), "dimension 1 of lhs is 5, dimension 1 of rhs 6"),
-        ((((2,), (0,)), ((), ())), "lhs has no such dimension"),
-        ((((1,), (-2,)), ((), ())), "rhs has no such dimension"),
-        ((((1, 0), (0,)), ((), ())), "2 contracting dimensions in lhs, 1 in rhs"),
-        ((((1, 1), (0, 0)), ((), ())), "appears twice"),
-        ((((1,), (0,)), ((1,), (0,))), "appears twice"),
-    ],
-)
-def test_dot_general_errors_name_both_shapes(numbers, message):
-  with pytest.raises(TypeError, match=message) as error:
-    jaxgemm.dot_general(jnp.ones((4, 5)), jnp.ones((5, 6)), numbers)
-  assert "(4, 5)" in str(error.value) and "(5, 6)" in str(error.value)
 
 
 def test_named_kernels_on_a_cpu():
@@ -361,29 +329,6 @@ def test_named_kernels_on_a_cpu():
   for f in (jaxgemm.matmul, jax.jit(jaxgemm.matmul, static_argnames="implementation")):
     with pytest.raises(ValueError, match="'pipelined' cannot run: .*emulate"):
       f(a, a, implementation="pipelined")
-  with pytest.raises(ValueError, match="'fast' is unknown"):
-    jaxgemm.matmul(a, a, implementation="fast")
-
-
-def test_named_kernels_that_cannot_serve():
-  a = jnp.ones((64, 64), "bfloat16")
-  with jaxgemm.target("NVIDIA H200"):
-    # Lowering for a GPU from a CPU: nothing runs.
-    with pytest.raises(ValueError, match="lhs and rhs are int16"):
-      x = a.astype("int16")
-      jaxgemm.matmul(x, x, implementation="persistent")
-    with pytest.raises(ValueError, match="only persistent and split_k"):
-      x = a.astype("float32")
-      jaxgemm.matmul(x, x, precision="highest", implementation="blocked")
-    with pytest.raises(ValueError, match="BF16_BF16_F32"):
-      jaxgemm.matmul(x, x, precision="BF16_BF16_F32", implementation="persistent")
-    with pytest.raises(ValueError, match="lhs is bfloat16 and rhs float32"):
-      numbers = (((1,), (0,)), ((), ()))
-      jaxgemm.dot_general(
-          a, a.astype("float32"), numbers, implementation="persistent"
-      )
-    with pytest.raises(ValueError, match="'blocked' cannot serve 64x64x64 .*tile_m"):
-      jaxgemm.matmul(a, a, config=BlockedConfig(tile_m=100))
 
 
 def test_implementation_xla_is_xlas_dot(rng):
@@ -452,15 +397,3 @@ def test_gemm_reads_no_c_where_beta_is_0(rng):
   a = normal(rng, 4, 4)
   result = jaxgemm.gemm(a, a, jnp.full((4, 4), jnp.nan))
   assert np.all(np.isfinite(result))
-
-
-def test_gemm_errors():
-  a, b = jnp.ones((2, 3)), jnp.ones((3, 4))
-  with pytest.raises(ValueError, match="beta is given, but c is not"):
-    jaxgemm.gemm(a, b, beta=1)
-  with pytest.raises(ValueError, match=r"c has shape \(3, 4\).* \(2, 4\)"):
-    jaxgemm.gemm(a, b, jnp.ones((3, 4)), beta=1)
-  with pytest.raises(ValueError, match=r"\(3,\) and b \(3, 4\); both must be matrices"):
-    jaxgemm.gemm(jnp.ones(3), b)
-  with pytest.raises(TypeError, match=r"\(2, 3\) and b \(2, 3\)"):
-    jaxgemm.gemm(a, a)

@@ -73,6 +73,7 @@ def test_split_plans_are_found():
   assert determinism.num_splits(suites.make_case(4096, 4096, 4096), H200) == 1
 
 
+@pytest.mark.slow
 def test_named_kernels_run_every_problem(tmp_path, capsys):
   """Also what does not split k; a kernel that does not take a problem has no row."""
   options = ["--shapes=64,64,512", "--calls=2", "--kernels=blocked,direct,split_k"]

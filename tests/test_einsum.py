@@ -48,9 +48,3 @@ def test_runs_our_kernels():
   q = k = jax.ShapeDtypeStruct((4, 256, 8, 64), jnp.bfloat16)
   scores = lambda q, k: jaxgemm.einsum("bqhd,bkhd->bhqk", q, k)
   assert not cuda_kernels(scores, q, k)["xla"]
-
-
-def test_a_named_kernel_must_serve(rng):
-  a = normal(rng, 4, 4)
-  with pytest.raises(ValueError, match="'persistent'"):
-    jaxgemm.einsum("ij,jk->ik", a, a, implementation="persistent")

@@ -15,12 +15,12 @@ PACKAGES = ("pallas_kernels", "jaxgemm", "experiments", "tests")
 
 # Of jaxgemm's own modules, each may import only those before it.
 LAYERS = (
-    ("device",),
+    ("device", "arguments"),
     ("cost_model",),
     ("xla_times",),
     ("contexts", "table", "heuristics", "dims", "precision", "reference", "recording",
      "quantisation"),
-    ("triton_heuristics", "user_table"),
+    ("triton_heuristics", "user_table", "invariance"),
     ("plan", "product", "checkpoint_policies"),
     ("lowering",),
     ("partitioning",),
@@ -33,7 +33,7 @@ LAYERS = (
     ("__init__",),
 )
 KERNEL_IMPORTERS = {
-    "cost_model", "cotangents", "heuristics", "losses", "plan", "table",
+    "cost_model", "cotangents", "heuristics", "invariance", "losses", "plan", "table",
     "triton_heuristics", "user_table", "xla_times",
 }
 # A checkout has suites to tune for; a wheel has none, and must not miss them.

@@ -1,4 +1,4 @@
-"""jaxgemm.linear_cross_entropy: values, derivatives, transformations, bad inputs."""
+"""jaxgemm.linear_cross_entropy: values, derivatives and transformations."""
 
 from __future__ import annotations
 
@@ -206,21 +206,3 @@ def test_vmap_and_shards(rng):
   x = jax.device_put(values["x"][:2], NamedSharding(mesh, P("d")))
   out = jax.jit(lambda x: losses(values | {"x": x}, labels[:2]))(x)
   np.testing.assert_allclose(out, losses(values, labels)[:2], rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        (dict(labels=jnp.zeros(BATCH)), TypeError, "labels are float32"),
-        (dict(labels=jnp.zeros(7, int)), TypeError, r"labels have shape \(7,\)"),
-        (dict(w=jnp.zeros((9, N))), TypeError, "must be k=9"),
-        (dict(w=jnp.zeros(K)), ValueError, "must be a matrix"),
-        (dict(bias=jnp.zeros(9)), TypeError, r"bias has shape \(9,\)"),
-        (dict(x=jnp.float32(1), labels=0), ValueError, "x no scalar"),
-    ],
-)
-def test_bad_inputs(changes, error, message, rng):
-  values, labels = operands(rng)
-  given = values | {"labels": labels} | changes
-  with pytest.raises(error, match=message):
-    jaxgemm.linear_cross_entropy(**given)

@@ -68,16 +68,9 @@ def test_quantise(block, shape, dtype, rng):
   )
 
 
-def test_quantise_zeros_and_what_it_refuses():
+def test_quantise_zeros():
   values, scale = jaxgemm.quantise(jnp.zeros((4, 4)), block=(1, -1))
   assert not np.any(wide(values)) and np.all(np.asarray(scale) == 1.0)
-  for x, fields, named in (
-      (jnp.ones(4), {}, "matrix"),
-      (jnp.ones((4, 4)), dict(dtype="int8"), "dtype int8"),
-      (jnp.ones((4, 4)), dict(block=(2, 1)), r"block \(2, 1\)"),
-  ):
-    with pytest.raises(ValueError, match=named):
-      jaxgemm.quantise(x, **fields)
 
 
 # -- The kernel, in emulation ------------------------------------------------------
@@ -232,22 +225,6 @@ def test_gradients_of_a_batch_of_rhs_and_of_8_bit_values(rng):
     truth = wide(ct) @ of(r, np.asarray(u)).swapaxes(1, 2)
     assert reference.relative_error(dx, truth) < bound
     assert dr.dtype == r.dtype and np.isfinite(wide(dr)).all()
-
-
-def test_errors_name_the_operand():
-  q = jnp.ones((256, 256), E4M3)
-  for args, fields, error, named in (
-      ((q, q[:100]), {}, TypeError, r"\(256, 256\) and rhs \(100, 256\)"),
-      ((q, q, jnp.ones((3, 1))), {}, ValueError, r"lhs_scale has shape \(3, 1\)"),
-      ((q, q, 1.0, jnp.ones((256, 1))), {}, ValueError, "cannot be taken out"),
-      ((q, q.astype(jnp.int8)), {}, ValueError, "rhs is int8"),
-      ((q[0], q), {}, ValueError, "both must be matrices"),
-      ((q, q), dict(preferred_element_type="int32"), ValueError, "int32 must be one of"),
-      ((q, q), dict(cotangent_dtype="int8"), ValueError, "cotangent_dtype int8"),
-      ((q, q), dict(implementation="split_k"), ValueError, "cannot run|cannot serve"),
-  ):
-    with pytest.raises(error, match=named):
-      jaxgemm.scaled_matmul(*args, **fields)
 
 
 # -- matmul of 8-bit operands ------------------------------------------------------

@@ -42,7 +42,7 @@ _FORCE = flags.DEFINE_boolean(
 )
 flags.register_validator(
     _DTYPES.name,
-    lambda dtypes: set(dtypes) <= set(ALGORITHM_OF_DTYPE),
+    lambda dtypes: set() < set(dtypes) <= set(ALGORITHM_OF_DTYPE),
     f"must be among {', '.join(ALGORITHM_OF_DTYPE)}",
 )
 
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> None:
     problems = [p for shape in _SHAPES.value for p in parse_shape(shape, _DTYPES.value)]
     problems += suite(_SUITE.value) if _SUITE.value else []
   except ValueError as error:
-    raise app.UsageError(str(error)) from error
+    raise app.UsageError(f"--shapes or --suite: {error}") from error
   if not problems:
     raise app.UsageError("nothing to measure: give --shapes or --suite")
   try:

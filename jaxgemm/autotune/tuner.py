@@ -102,10 +102,18 @@ def autotune(
       jaxgemm/autotune/measure.py.
   Returns: a Results, one Result a problem; it prints as a table.
   Raises:
+    TypeError, ValueError: an argument is not what it should be; the message names it.
     RuntimeError: there is no GPU to measure on, or a trace is under way.
     ImportError: a package of the extra `autotune` is missing.
   Example: print(jaxgemm.autotune(jax.grad(loss), params, batch))
   """
+  for name, value in (("fn", fn), ("measure", measure)):
+    if not callable(value) and (name, value) != ("measure", None):
+      raise TypeError(f"jaxgemm.autotune: {name}={value!r} must be a function")
+  if not isinstance(max_candidates, int) or max_candidates < 1:
+    raise ValueError(
+        f"jaxgemm.autotune: max_candidates={max_candidates!r} must be a positive integer"
+    )
   if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args)):
     raise RuntimeError(_INSIDE_A_TRACE)
   device = measuring_device(measure)

@@ -1,0 +1,82 @@
+"""What a caller hands in, and the errors that name what is wrong with it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_SCALARS = (np.generic, bool, int, float, complex)
+
+
+def as_array(function: str, name: str, x: Any) -> jax.Array:
+  """x as an array of numbers; TypeError, with the argument's name, if it is none."""
+  if isinstance(x, jax.Array):
+    check_numbers(function, name, x.dtype)
+    return x
+  if isinstance(x, np.ndarray):
+    check_numbers(function, name, x.dtype)  # JAX would name no argument.
+  elif not (isinstance(x, _SCALARS) or hasattr(x, "__jax_array__")):
+    raise TypeError(
+        f"{function}: {name} is of type {type(x).__name__}; it must be an array"
+    )
+  return jnp.asarray(x)
+
+
+def check_numbers(function: str, name: str, dtype: Any) -> None:
+  """Raises TypeError unless the dtype of an argument is one of numbers, or bool."""
+  if not _is_numeric(dtype):
+    raise TypeError(f"{function}: {name} is of dtype {dtype}; it must be of numbers")
+
+
+@functools.lru_cache(maxsize=256)
+def _is_numeric(dtype: Any) -> bool:
+  return jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)
+
+
+def as_dtype(name: str, value: Any) -> np.dtype:
+  """The dtype that an argument names; TypeError if it names none."""
+  try:
+    dtype = jnp.dtype(value)
+  except TypeError:
+    raise TypeError(f"{name}={value!r} is no dtype") from None
+  if not _is_numeric(dtype):
+    raise TypeError(f"{name}={value!r} is no dtype of numbers")
+  return dtype
+
+
+def as_factor(function: str, name: str, factor: Any) -> float | jax.Array:
+  """A float, if the factor is known where it is traced; else an array."""
+  if isinstance(factor, (int, float, np.integer, np.floating)):
+    return float(factor)
+  if isinstance(factor, str | None):
+    raise TypeError(f"{function}: {name}={factor!r} must be a number or an array")
+  return as_array(function, name, factor)
+
+
+def check_real(function: str, name: str, x: Any, of: str, dtype: Any) -> None:
+  """Raises TypeError if x is complex and `of`, which takes it in, is not."""
+  dtype = np.dtype(dtype)
+  if jnp.iscomplexobj(x) and not jnp.issubdtype(dtype, np.complexfloating):
+    raise TypeError(
+        f"{function}: {name} is complex, and {of} {dtype.name}: the imaginary part"
+        " would be lost"
+    )
+
+
+def check_broadcasts(
+    function: str, name: str, x: jax.Array, of: str, shape: tuple[int, ...]
+) -> None:
+  """Raises ValueError unless x broadcasts to `shape`, that of `of`."""
+  try:
+    broadcasts = np.broadcast_shapes(x.shape, shape) == shape
+  except ValueError:
+    broadcasts = False
+  if not broadcasts:
+    raise ValueError(
+        f"{function}: {name} has shape {x.shape}, which does not broadcast to {shape},"
+        f" that of {of}"
+    )
