@@ -76,7 +76,9 @@ def emulate(kind: str | None = None) -> contextlib.AbstractContextManager[None]:
   """Within this context, a CPU runs the kernels in Pallas's GPU interpret mode.
 
   The plans are those of the named device. Threads, barriers, copies and races are
-  simulated, which is slow: for products of a few hundred a side. Races raise. The
+  simulated, which is slow: for products of a few hundred a side. Races raise. Each CTA
+  of a cluster holds a thread of XLA: on a machine of few cores clusters of four wait for
+  ever, unless XLA_FLAGS=--xla_force_host_platform_device_count=8 is set before. The
   portable kernel ("triton") runs in Triton's interpreter, one CTA after the other.
 
   Args:
