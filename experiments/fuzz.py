@@ -28,13 +28,13 @@ program of few results is called on fresh operands until these are many: the err
 few say nothing.
 
 Several processes share the GPU, one for each core, as JAX lowers one kernel at a time in
-each. One that dies, or is not heard of for --patience seconds (a kernel that waits for
+each. One that dies, or is not heard of for --silence seconds (a kernel that waits for
 ever), is a failure, and another takes its place. Failures are printed with the command
 that repeats them; the exit status is 1 if there are any. fuzz_SEED.jsonl has a line for
 each plan and config of each problem.
 
-  python -m experiments.fuzz --problems=3000 --seed=1
-  python -m experiments.fuzz --seed=1 --first=1234 --problems=1 --processes=0
+  python -m experiments.fuzz --count=3000 --seed=1
+  python -m experiments.fuzz --seed=1 --first=1234 --count=1 --workers=0
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ from pallas_kernels.problem import (
 
 flags.adopt_module_key_flags(common_flags)
 _PROBLEMS = flags.DEFINE_integer(
-    "problems", None, "Problems to draw (default 3000, without a GPU 3).", lower_bound=1
+    "count", None, "Problems to draw (default 3000, without a GPU 3).", lower_bound=1
 )
 _FIRST = flags.DEFINE_integer("first", 0, "Number of the first problem.", lower_bound=0)
 _CONFIGS = flags.DEFINE_integer(
@@ -84,14 +84,14 @@ _CONFIGS = flags.DEFINE_integer(
     lower_bound=0,
 )
 _PROCESSES = flags.DEFINE_integer(
-    "processes",
+    "workers",
     None,
     "Processes that share the GPU, or 0 for this one alone (default: one for each core,"
     " without a GPU 0).",
     lower_bound=0,
 )
 _PATIENCE = flags.DEFINE_float(
-    "patience", 240.0, "Seconds without news of a process that are a failure.",
+    "silence", 240.0, "Seconds without news of a process that are a failure.",
     lower_bound=1.0,
 )
 
@@ -136,8 +136,8 @@ class Row:
 
   def __str__(self) -> str:
     command = (
-        f"python -m experiments.fuzz --seed={self.seed} --first={self.index} --problems=1"
-        f" --configs={self.configs} --processes=0"
+        f"python -m experiments.fuzz --seed={self.seed} --first={self.index} --count=1"
+        f" --configs={self.configs} --workers=0"
     )
     return f"{self.name} under {self.plan}: {self.reason}\n    {command}"
 

@@ -13,7 +13,7 @@ Those that survive must be among SURVIVORS, each with the reason; anything else 
 mutants.jsonl has a line for each.
 
   python -m experiments.mutants
-  python -m experiments.mutants --only=ring
+  python -m experiments.mutants --sites=ring
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ import tabulate
 from experiments import common_flags, progress, provenance
 
 flags.adopt_module_key_flags(common_flags)
-_ONLY = flags.DEFINE_string("only", "", "Part of the names of the sites to mutate.")
+_SITES = flags.DEFINE_string("sites", "", "Part of the names of the sites to mutate.")
 _PATIENCE = flags.DEFINE_float(
     "patience", 40.0, "Seconds without news that are a hang.", lower_bound=1.0
 )
@@ -201,9 +201,9 @@ def _listen(stream: IO[str], heard: queue.Queue[str | None]) -> None:
 def main(argv: Sequence[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-  chosen = [site for site in sites() if _ONLY.value in site.name]
+  chosen = [site for site in sites() if _SITES.value in site.name]
   if not chosen:
-    raise app.UsageError(f"--only={_ONLY.value} is part of no site's name")
+    raise app.UsageError(f"--sites={_SITES.value} is part of no site's name")
   if (whole := judge(None, _PATIENCE.value)).killed:
     print(f"the kernels as they are: {whole.outcome}", file=sys.stderr)
     sys.exit(1)

@@ -189,7 +189,7 @@ def rows_of(tmp_path) -> list[dict]:
 
 
 def test_program(tmp_path, monkeypatch, capsys):
-  run_program(tmp_path, monkeypatch, "--seed=1", "--first=2", "--problems=1")
+  run_program(tmp_path, monkeypatch, "--seed=1", "--first=2", "--count=1")
   rows = rows_of(tmp_path)
   assert len(rows) > 2 and all(row["reason"] is None for row in rows)
   assert all(row["index"] == 2 and row["error"] <= row["limit"] for row in rows)
@@ -206,7 +206,7 @@ def test_program_goes_on_after_failures(tmp_path, monkeypatch, capsys):
 
   monkeypatch.setattr(plans, "run", broken)
   with pytest.raises(SystemExit) as exit_info:
-    run_program(tmp_path, monkeypatch, "--seed=1", "--first=1", "--problems=2")
+    run_program(tmp_path, monkeypatch, "--seed=1", "--first=1", "--count=2")
   assert exit_info.value.code == 1
   rows = rows_of(tmp_path)
   assert {row["index"] for row in rows} == {1, 2}
@@ -214,7 +214,7 @@ def test_program_goes_on_after_failures(tmp_path, monkeypatch, capsys):
   blocked = [row for row in rows if row["implementation"] == "blocked"]
   assert blocked[0]["reason"] == "RuntimeError: out of luck"
   output = capsys.readouterr()
-  assert "python -m experiments.fuzz --seed=1 --first=2 --problems=1" in output.err
+  assert "python -m experiments.fuzz --seed=1 --first=2 --count=1" in output.err
   assert f"{len(rows)} failed" in output.out and "FAILED" in output.out
 
 

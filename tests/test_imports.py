@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 from pathlib import Path
 import re
 import subprocess
@@ -119,6 +120,13 @@ def test_private_jax_is_imported_by_compat_alone():
     for module, names in _modules(package).items():
       private = {n for n in names if n.startswith("jax._src")}
       assert not private or module == "compat", (package, module, private)
+
+
+def test_programs_are_imported_together():
+  """Each flag is of one program: absl would refuse the second."""
+  for module in (*_modules("experiments"), "lab.__main__"):
+    if not module.startswith("adoption") and module != "transformer_nnx":
+      importlib.import_module(f"experiments.{module}")
 
 
 def test_init_only_exports():

@@ -48,6 +48,6 @@ def test_what_is_not_explained():
 
 def test_no_site_of_that_name():
   with flagsaver.flagsaver():
-    flags.FLAGS(["program", "--only=nothing"])
+    flags.FLAGS(["program", "--sites=nothing"])
     with pytest.raises(app.UsageError, match="nothing"):
       mutants.main(["program"])
