@@ -19,7 +19,7 @@ from absl import app
 import jax.numpy as jnp
 
 from experiments import cli
-from experiments.lab import variants
+from experiments.lab import occupancy_variants, variants
 from jaxgemm.autotune.operands import operand_types
 
 METRIC = "sm__warps_active.avg.pct_of_peak_sustained_active"
@@ -73,16 +73,14 @@ def launch_once(found: Sequence[variants.Variant], problem) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-  from experiments.lab import occupancy  # It imports this module.
-
   platform = cli.start(argv)
   lab = variants.Lab(
       platform, False, 0, 0,
       cli.row_provenance("lab", platform, "experiments.lab.achieved"),
   )
-  case = occupancy.cases(lab)[-1]
+  case = occupancy_variants.cases(lab)[-1]
   with platform.context():
-    launch_once(occupancy.kernels(lab, case.problem), case.problem)
+    launch_once(occupancy_variants.kernels(lab, case.problem), case.problem)
 
 
 if __name__ == "__main__":
