@@ -42,6 +42,8 @@ LOADS_IN_FLIGHT = 16  # Parts that the reduction loads before it adds them.
 def supports(problem: Problem, config: SplitKConfig) -> str | None:
   """The reason why this kernel cannot serve, or None."""
   k_steps = tiles.cdiv(problem.k, config.tile_k)
+  if k_steps < 2:
+    return f"k={problem.k} is one k tile of {config.tile_k}: nothing can be split"
   if not 2 <= config.splits <= k_steps:
     return (
         f"splits={config.splits} must be in [2, {k_steps}], the number of k tiles of"

@@ -168,7 +168,7 @@ OF_KERNELS: dict[str, Case] = {  # Named, for a GPU that runs them.
         "num_stages=0: a ring has at least 2"),
     "splits": (
         matmul(HALF, HALF, config=SplitKConfig(128, 128, splits=99)), ValueError,
-        "splits=99 must be in"),
+        "k=64 is one k tile of 64: nothing can be split"),
     "grid": (
         matmul(HALF, HALF, config=PersistentConfig(128, 128, grid_width=0)), ValueError,
         "grid_width=0 must be at least 1"),
