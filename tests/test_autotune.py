@@ -437,6 +437,7 @@ def emulated(choices, problem=NN, timer=None) -> list[Measurement]:
   return found
 
 
+@pytest.mark.slow
 def test_candidates_are_compiled_checked_and_timed(monkeypatch):
   monkeypatch.setattr(measuring, "_REPEATS", 2)
   choices = [

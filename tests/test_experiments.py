@@ -331,6 +331,7 @@ def _runner(candidates) -> runner.Runner:
   )
 
 
+@pytest.mark.slow
 def test_runner_emulates_every_kernel():
   case = suites.make_case(64, 64, 128, "NT")
 

@@ -38,6 +38,8 @@ from pallas_kernels import KERNELS
 from pallas_kernels.problem import PipelinedConfig, Problem
 from tests.test_user_table import GOOD, GOOD_ROW, H200, ROOT, make_row
 
+pytestmark = pytest.mark.slow  # The other JAX version need not run them too.
+
 SIZES = 24, 16, 40
 SMALL = Problem(*SIZES)
 SMALL_ROW = make_row(SMALL, "pipelined", PipelinedConfig(64, 64, num_stages=2))

@@ -26,6 +26,8 @@ from jaxgemm.plan import Plan
 from pallas_kernels import KERNELS, MOSAIC_KERNELS, activations, triton
 from tests import kernel_cases
 
+pytestmark = pytest.mark.slow  # The other JAX version need not run them too.
+
 H200 = known_device("NVIDIA H200")
 SIZES = (0, 1, 2, 3, 5, 8)
 FLOATS = ("bfloat16", "float16", "float32")
@@ -115,7 +117,7 @@ def terms_of(lhs, rhs, numbers) -> tuple[np.ndarray, int]:
   return reference.dot_general(np.abs(wide(lhs)), np.abs(wide(rhs)), numbers), count
 
 
-@examples(80)
+@examples(20)
 @given(
     contractions(), dtypes_of_products(),
     st.sampled_from((None, "default", "high", "highest")), SEEDS,
@@ -137,7 +139,7 @@ def test_dot_general(contraction, dtypes, precision, seed):
   assert_within(ours, truth, np.maximum(bound, 2 * np.abs(wide(theirs) - truth)))
 
 
-@examples(25)
+@examples(12)
 @given(contractions(), SEEDS)
 def test_gradients_of_dot_general(contraction, seed):
   lhs_shape, rhs_shape, numbers = contraction
@@ -163,7 +165,7 @@ def test_gradients_of_dot_general(contraction, seed):
 # -- matmul, gemm, einsum ----------------------------------------------------------
 
 
-@examples(60)
+@examples(30)
 @given(
     arrays.mutually_broadcastable_shapes(
         signature=np.matmul.signature, max_dims=2, min_side=0, max_side=5
@@ -184,7 +186,7 @@ def test_matmul(shapes, a_dtype, b_dtype, seed):
   assert_within(result, truth, bound)
 
 
-@examples(40)
+@examples(20)
 @given(
     arrays.mutually_broadcastable_shapes(
         signature="(m,k),(k,n),(m,n)->(m,n)", max_dims=2, min_side=0, max_side=5
@@ -230,7 +232,7 @@ def subscripts(draw):
   return [[*map("".join, operands), "".join(out)], sizes]
 
 
-@examples(40)
+@examples(20)
 @given(subscripts(), SEEDS)
 def test_einsum(spec, seed):
   (*terms, out), sizes = spec
@@ -298,7 +300,7 @@ def assert_layer(result, dtype, truth, bound, residual) -> None:
   assert_within(result, truth, bound + rounding(truth, dtype))
 
 
-@examples(40)
+@examples(20)
 @given(LAYER_SHAPES, ACTIVATIONS, st.sampled_from((1, -0.5)), st.data(), SEEDS)
 def test_linear(shapes, activation, scale, data, seed):
   dtype, x, (w,), (stored,), (bias,), residual, transposed = layer_operands(
@@ -313,7 +315,7 @@ def test_linear(shapes, activation, scale, data, seed):
   assert_layer(result, dtype, truth, bound, residual)
 
 
-@examples(40)
+@examples(20)
 @given(LAYER_SHAPES, ACTIVATIONS, st.booleans(), st.data(), SEEDS)
 def test_gated_linear(shapes, activation, packed, data, seed):
   dtype, x, weights, stored, biases, residual, transposed = layer_operands(
@@ -333,7 +335,7 @@ def test_gated_linear(shapes, activation, packed, data, seed):
   assert_layer(result, dtype, gate * up, bound, residual)
 
 
-@examples(40)
+@examples(20)
 @given(
     st.lists(st.sampled_from((0, 1, 3)), max_size=2), st.sampled_from((1, 5, 16)),
     st.sampled_from((1, 2, 63, 64, 70)), st.sampled_from(FLOATS), st.booleans(),

@@ -24,6 +24,8 @@ from pallas_kernels.epilogue import Epilogue
 from pallas_kernels.problem import ALGORITHMS, OUT_DTYPES
 from tests import kernel_cases
 
+pytestmark = pytest.mark.slow  # The other JAX version need not run them too.
+
 SMALL = kernel_cases.make_problem(40, 72, 64, "NT", batch=2)
 TASK = fuzz.Task(seed=1, index=1, configs=1, emulated=True, provenance=PROVENANCE)
 

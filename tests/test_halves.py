@@ -130,6 +130,7 @@ def test_zero_rows_are_exact():
   assert bool(split(lhs, rhs).exact)
 
 
+@pytest.mark.slow
 def test_rows_and_columns_of_any_size(rng):
   """Factors that float32 cannot hold at once, and sums that it just can."""
   m, n, k = 64, 64, 32
@@ -145,6 +146,7 @@ def test_rows_and_columns_of_any_size(rng):
 
 
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid")
+@pytest.mark.slow
 def test_what_float16_cannot_hold_is_exact_all_the_same(rng):
   problem = problem_of(72, 64, 96)
   lhs, rhs = (rng.standard_normal(s) for s in (problem.lhs_shape, problem.rhs_shape))

@@ -158,6 +158,7 @@ def test_consumers_that_take_tiles_in_turn(num_stages, k):
 
 @pytest.mark.parametrize("num_stages", [3, 6])
 @pytest.mark.parametrize("k", mostly_slow([450, 64, 260]))
+@pytest.mark.slow
 def test_several_producers(num_stages, k):
   """They take k tiles in turn; here TMA loads for them, on the chip registers do."""
   fields = dict(tile_m=64, tile_n=64, consumers=1, num_stages=num_stages, pad=False)

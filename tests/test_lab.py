@@ -16,6 +16,8 @@ from experiments.lab import __main__ as program
 from experiments.lab import caching, questions, rows
 from experiments.lab.questions import QUESTIONS
 
+pytestmark = pytest.mark.slow  # The other JAX version need not run them too.
+
 SLOW = pytest.mark.slow
 
 

@@ -25,6 +25,8 @@ from tests.kernel_cases import (
   truth,
 )
 
+pytestmark = pytest.mark.slow  # The other JAX version need not run them too.
+
 Rungs, Strided = kernels_rungs.RungsConfig, kernels_strided.StridedConfig
 StreamK = kernels_stream_k.StreamKConfig
 SLOW = pytest.mark.slow

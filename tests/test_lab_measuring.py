@@ -23,6 +23,8 @@ from experiments.lab import (
 )
 from tests.kernel_cases import make_problem
 
+pytestmark = pytest.mark.slow  # The other JAX version need not run them too.
+
 
 def _plain(name: str, function, **fields) -> variants.Variant:
   """A variant that no kernel computes, so that a CPU compiles it."""

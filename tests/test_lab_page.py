@@ -46,6 +46,7 @@ class _Page(HTMLParser):
         self.addresses.append(value)
 
 
+@pytest.mark.slow
 def test_the_page_needs_nothing_else(html):
   found = _Page(html)
   within = [x[1:] for x in found.addresses if x.startswith("#")]

@@ -64,6 +64,7 @@ def test_configs(fields):
 
 
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid")
+@pytest.mark.slow
 def test_every_number_comes_through(rng):
   """Exactly, times one; inf and nan as in float32."""
   exponents = rng.integers(-100, 128, size=(1, 128, 64))

@@ -63,6 +63,7 @@ def test_values_and_gradients(n, transposed, rng):
     assert reference.relative_error(found[name], wanted[name]) < 2e-6, name
 
 
+@pytest.mark.slow
 def test_every_derivative(rng):
   """Both modes, to the second order."""
   values, labels = operands(rng, n=70)

@@ -72,6 +72,7 @@ def test_configs(fields):
 
 
 @pytest.mark.parametrize("fields", [dict(cluster_k=2), dict()], ids=str)
+@pytest.mark.slow
 def test_split_k(fields):
   config = SplitKConfig(**{**vars(small(tile_n=64)), "splits": 2, **fields})
   check(problem_in_parts(72, 136, 64 * 5), config, "split_k")
@@ -103,6 +104,7 @@ def test_split_is_exact(rng):
 
 
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid")
+@pytest.mark.slow
 def test_inf_and_nan_are_those_of_float32():
   """Also times numbers whose lower parts are zero."""
   lhs = np.ones((1, 64, 8), np.float32)

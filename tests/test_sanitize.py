@@ -18,6 +18,8 @@ from experiments.sanitize import Finding
 from experiments.sanitize_cases import CASES
 from pallas_kernels import KERNELS, triton
 
+pytestmark = pytest.mark.slow  # The other JAX version need not run them too.
+
 KERNEL = "jaxgemm_persistent_mosaic_gpu_kernel"
 
 # -- Cases -------------------------------------------------------------------------

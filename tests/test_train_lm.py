@@ -35,6 +35,7 @@ def test_training_lowers_the_loss_alike(runs):
   assert train_lm.failures(runs, on_hopper=False) == []
 
 
+@pytest.mark.slow
 def test_training_takes_turns(runs, monkeypatch):
   order = []
   train = train_lm.Trainee.train

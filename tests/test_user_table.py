@@ -291,6 +291,7 @@ for i in range(8):
 """
 
 
+@pytest.mark.slow
 def test_writers_at_once_lose_nothing(folder):
   """Eight processes store eight rows each; every state on the disk is a whole table."""
   writers = [
