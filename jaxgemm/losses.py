@@ -70,11 +70,11 @@ def linear_cross_entropy(
   x, scale = scaled(name, x, scale)
   if bias is not None:
     bias = _filled_up(as_bias(name, "bias", bias, n), 0)
-  logits = jnp.result_type(x, w)
+  dtype = jnp.result_type(x, w)
   if preferred_element_type is not None:
-    logits = as_dtype("preferred_element_type", preferred_element_type)
-  if not jnp.issubdtype(logits, jnp.floating):
-    raise TypeError(f"{name}: the logits are {logits.name}; they must be floating point")
+    dtype = as_dtype("preferred_element_type", preferred_element_type)
+  if not jnp.issubdtype(dtype, jnp.floating):
+    raise TypeError(f"{name}: the logits are {dtype.name}; they must be floating point")
   options = dict(
       precision=precision, preferred_element_type=preferred_element_type,
       implementation=implementation, config=config,

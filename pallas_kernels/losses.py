@@ -17,7 +17,7 @@ lines has a largest element and a sum of its own until the first sweep ends (Mil
 Gimelshein, "Online normalizer calculation for softmax", 2018).
 
 Each slope takes the place of its logit, which nothing needs any more: 4 bytes move for
-each element of 16 bits. XLA takes 10, in three passes (2.5 ms for 16384 x 50304 bfloat16
+each element of 16 bits. XLA takes 8, in three passes (2.2 ms for 16384 x 50304 bfloat16
 on an H200).
 """
 

@@ -21,7 +21,7 @@ from matplotlib.figure import Figure as Drawing
 from experiments import suites
 from experiments.lab import measuring, operands, variants
 from experiments.lab.rows import XLA, Row, by_problem, timed
-from experiments.lab.tables import Figure, Table, make_table
+from experiments.lab.tables import NO_TIMES, Figure, Table, make_table
 
 NAME = "distribution"
 TITLE = "Input distribution"
@@ -116,7 +116,7 @@ def finding(rows: Sequence[Row]) -> str:
       if row.inputs != _REFERENCE and (gained := gain(of_case, row))
   ]
   if not gains:
-    return "No times, so no answer: on a CPU the results are only checked."
+    return f"{NO_TIMES}."
   best, row = max(gains, key=lambda one: one[0])
   least, slowest = min(gains, key=lambda one: one[0])
   apart = [

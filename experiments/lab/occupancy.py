@@ -22,7 +22,7 @@ from matplotlib.figure import Figure as Drawing
 from experiments.lab import achieved, measuring, residency, roofline, variants
 from experiments.lab.occupancy_variants import cases, kernels
 from experiments.lab.rows import Row, by_problem, timed
-from experiments.lab.tables import Figure, Table, make_table, paragraphs
+from experiments.lab.tables import NO_TIMES, Figure, Table, make_table, paragraphs
 
 NAME = "occupancy"
 TITLE = "Prefetch distance, occupancy and the roofline"
@@ -127,7 +127,7 @@ def finding(rows: Sequence[Row]) -> str:
         f" {best.time_us / full.time_us:.0%} of that speed"
     )
   if not sentences:
-    sentences.append("No times, so no answer: on a CPU the results are only checked")
+    sentences.append(NO_TIMES)
   if not any(row.details.get("achieved") for row in rows):
     reasons = {row.details.get("why not achieved") for row in rows} - {None}
     words = f": {'; '.join(sorted(reasons))}" if reasons else ""

@@ -206,6 +206,4 @@ def finding(rows: Sequence[Row]) -> str:
     if stream:
       words += f", stream-k {split.time_us / stream.time_us:.2f} times that of the best"
     sentences.append(words)
-  if not sentences:
-    return "No times, so no answer: on a CPU the results are only checked."
   return paragraphs(sentences)

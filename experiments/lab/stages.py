@@ -158,6 +158,4 @@ def finding(rows: Sequence[Row]) -> str:
         f" {best.ratio_to_xla:.2f} of XLA's speed{others}; {near} of {len(ours)} configs"
         f" come within 3% of it, the slowest takes {worst:.1f} times as long"
     )
-  if not sentences:
-    return "No times, so no answer: on a CPU the results are only checked."
   return paragraphs(sentences)
