@@ -36,6 +36,7 @@ Ref = Any
 OTHER_REGISTERS = 32  # What a thread needs beside its sums.
 MAX_ACC_REGISTERS = 232 - OTHER_REGISTERS
 WG_THREADS = 128
+_LEAST_CORRECTED = 2.0**-100
 
 
 def check(
@@ -125,7 +126,7 @@ def sum_of_parts(
 
   start = zeros(shape), zeros(shape) if apart else jnp.float32(0.0)
   total, rest = lax.fori_loop(jnp.int32(0), jnp.int32(k_steps), add, start)
-  found = total * jnp.float32(lost)
+  found = _given_back(total, lost)
   return total + finite(rest + found if apart else found)
 
 
@@ -163,7 +164,7 @@ def sum_of_groups(
     sums = lax.fori_loop(jnp.int32(0), jnp.int32(k_steps), add, start)
     finish()
     (total, *rest), others = lax.optimization_barrier((sums, [acc[...] for acc in accs]))
-    return total, scaled(others) + rest + [total * jnp.float32(lost)]
+    return total, scaled(others) + rest + [_given_back(total, lost)]
 
   if promote:
     accs = (plgpu.ACC(shape, jnp.float32) for _ in smaller)
@@ -204,6 +205,15 @@ def two_sum(total, rest, x):
 def finite(sums):
   """The sums, or 0 where they are inf or nan."""
   return jnp.where((sums < jnp.inf) & (sums > -jnp.inf), sums, 0.0)
+
+
+def _given_back(total, lost: float):
+  """What truncation took of a sum.
+
+  Nothing where that would be subnormal: rounded up there, it would be half a unit in the
+  last place of the sum, which may be exact.
+  """
+  return jnp.where(jnp.abs(total) < _LEAST_CORRECTED, 0.0, total * jnp.float32(lost))
 
 
 def _smaller(sums, of: parts.Parts):
