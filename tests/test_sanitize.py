@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from pathlib import Path
 import stat
 import sys
+import threading
+import time
 
 from absl import flags
 from absl.testing import flagsaver
@@ -14,7 +17,7 @@ import jax
 import pytest
 
 from experiments import sanitize, sanitize_cases
-from experiments.sanitize import Finding
+from experiments.sanitize import Finding, Run
 from experiments.sanitize_cases import CASES
 from pallas_kernels import KERNELS, triton
 
@@ -41,6 +44,16 @@ def test_every_kernel_has_cases():
   if triton.missing_package() is not None:
     wanted.remove(triton.NAME)
   assert {case.kernel for case in CASES.values()} == wanted
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in CASES if "registers" in name or name == "direct odd"]
+)
+def test_register_loads_end_with_their_arrays(name):
+  """Though their rows begin anywhere; else initcheck reports what lies behind."""
+  for x in CASES[name].types:
+    assert x.dtype.itemsize * x.shape[-1] % 16
+    assert x.dtype.itemsize * x.size % 16 == 0
 
 
 def test_operands_are_those_of_the_case():
@@ -122,7 +135,26 @@ case: blocked
 =========     The application may have hit an error.
 ========= Target application returned an error
 """
+REDUCE = "jaxgemm_split_k_reduce_mosaic_gpu_kernel"
+UNWRITTEN = f"""========= Uninitialized __global__ memory read of size 8 bytes
+=========     at {REDUCE}+0x2e0 in split_k.py:191
+=========     by thread (0,0,0) in block (22,0,0)
+=========     Address 0x7f4a71400280
+"""
+WARNING = (
+    "Warning: Error buffer overflow has been detected. Some records have been dropped"
+)
+DROPPED = f"========= {WARNING}\n"
+ANOTHER = f"""========= Uninitialized __global__ memory read of size 16 bytes
+=========     at {KERNEL}+0x70
+=========     by thread (31,0,0) in block (1,0,0)
+"""
 WRITE = "Invalid __global__ write of size 4 bytes"
+READ = "Uninitialized __global__ memory read of size 8 bytes"
+NOT_PRINTED = (
+    "ERROR SUMMARY: 24 errors were not printed. Use --print-limit option to adjust the"
+    " number of printed errors"
+)
 
 
 @pytest.mark.parametrize(
@@ -160,9 +192,10 @@ WRITE = "Invalid __global__ write of size 4 bytes"
         (CLEAN.replace("0 errors", "7 errors"), [  # In a form that is not known.
             Finding(None, None, "a summary of 7, and no report of any"),
         ]),
+        (CLEAN + f"========= {NOT_PRINTED}\n", [Finding(None, None, NOT_PRINTED)]),
     ],
     ids=["clean", "memcheck", "racecheck", "synccheck", "initcheck", "crashed", "nothing",
-         "unknown"],
+         "unknown", "not printed"],
 )
 def test_reports_become_findings(output, findings):
   assert sanitize.parse(output) == findings
@@ -184,6 +217,46 @@ def test_rows_and_their_table():
   ]
   line = json.loads(rows[0].to_json({"commit": "abc"}))
   assert line["commit"] == "abc" and line["findings"][0]["what"] == WRITE
+
+
+def reasons(tool: str, *findings: Finding) -> list[bool]:
+  return [finding.reason is not None for finding in sanitize.explain(tool, findings)]
+
+
+def test_what_tma_wrote_is_explained():
+  assert reasons("initcheck", Finding("split_k", REDUCE, READ, 256)) == [True]
+  for finding in (
+      Finding("split_k", KERNEL, READ), Finding("split_k", None, READ),
+      Finding("split_k", REDUCE, READ.replace("8 bytes", "16 bytes")),
+      Finding("split_k", REDUCE, READ.replace("__global__", "__shared__")),
+      Finding("split_k", REDUCE, f"{READ} and more"),
+  ):
+    assert reasons("initcheck", finding) == [False]
+  assert reasons("memcheck", Finding("split_k", REDUCE, READ)) == [False]
+
+
+def test_dropped_records_are_explained_where_others_are():
+  explained = Finding("split_k", REDUCE, READ)
+  for warning, wanted in (
+      (Finding("split_k", None, WARNING), True),
+      (Finding("split_k fused", None, WARNING), False),
+      (Finding("split_k", None, "Warning: something else"), False),
+  ):
+    assert reasons("initcheck", warning, explained) == [wanted, True]
+  assert reasons("initcheck", Finding("split_k", None, WARNING)) == [False]
+  assert reasons(
+      "racecheck", Finding("split_k", None, WARNING), explained) == [False, False]
+
+
+def test_the_table_shows_apart_what_is_explained():
+  case = "split_k"
+  found = [Finding(case, REDUCE, READ, 256), Finding(case, None, WARNING)]
+  for extra, cell in (
+      ([], "0 (257 explained)"), ([Finding(case, KERNEL, READ, 3)], "3 (257 explained)"),
+  ):
+    rows = sanitize.rows_of("initcheck", [case], found + extra, f"case: {case}\n")
+    assert cell in sanitize.table(rows)
+    assert len(sanitize.failures(rows)) == len(extra)
 
 
 # -- Command lines and runs --------------------------------------------------------
@@ -211,7 +284,7 @@ OLD = """
         (NEW, "initcheck", ["--kernel-name kernel_substring=jaxgemm",
                             "--destroy-on-device-error kernel"], ["tensor-ops"]),
         (OLD, "racecheck", ["--kernel-regex kernel_substring=jaxgemm"], ["backtrace"]),
-        (OLD, "initcheck", ["--print-limit 1000"], ["kernel_substring"]),
+        (OLD, "initcheck", ["--print-limit 100000"], ["kernel_substring"]),
     ],
 )
 def test_a_command_line_has_what_the_version_knows(usage, tool, given, not_given):
@@ -221,16 +294,35 @@ def test_a_command_line_has_what_the_version_knows(usage, tool, given, not_given
   assert all(x in line for x in given) and not any(x in line for x in not_given)
 
 
-def pretend(folder: Path, monkeypatch, output: str) -> None:
-  """Puts a compute-sanitizer on PATH that prints this, and hangs if it is empty."""
+HANGS, DIES, SLOW = "hangs", "dies", "slow"
+
+
+def pretend(folder: Path, monkeypatch, says: dict[str, str] | None = None) -> None:
+  """Puts a compute-sanitizer on PATH, and what it says, or does, in each case."""
   path = folder / "compute-sanitizer"
-  path.write_text(f"""#!{sys.executable}
-import sys, time
+  path.write_text(f"""#!{sys.executable} -SE
+import fcntl, os, sys, time
 if "--help" in sys.argv:
   print({NEW!r})
-elif not {output!r}:
-  time.sleep(60)
-print({output!r}, end="")
+  sys.exit()
+print("========= COMPUTE-SANITIZER")
+for case in sys.argv[sys.argv.index("experiments.sanitize_cases") + 1:]:
+  print("case:", case, flush=True)
+  said = {says or {}!r}.get(case, "")
+  if said == {DIES!r}:
+    sys.exit(1)
+  if said == {HANGS!r}:
+    if os.fork():  # The process that is watched hangs, too.
+      time.sleep(60)
+    fcntl.flock(os.open({str(folder / "lock")!r}, os.O_CREAT | os.O_RDWR), fcntl.LOCK_EX)
+    print("the lock is held", flush=True)
+    time.sleep(60)
+  if said == {SLOW!r}:
+    time.sleep(0.3)
+    said = ""
+  print(said, end="")
+print("all cases ran")
+print("========= ERROR SUMMARY: 0 errors")
 """)
   path.chmod(path.stat().st_mode | stat.S_IXUSR)
   monkeypatch.setenv("PATH", str(folder))
@@ -239,38 +331,221 @@ print({output!r}, end="")
 def run(folder: Path, *arguments: str) -> list[dict]:
   with flagsaver.flagsaver():
     flags.FLAGS(["program", f"--output={folder}", *arguments])
-    try:
-      sanitize.main(["program"])
-    finally:
-      rows = (folder / "sanitize.jsonl").read_text().splitlines()
+    sanitize.main(["program"])
+  return rows_in(folder)
+
+
+def rows_in(folder: Path) -> list[dict]:
+  rows = (folder / "sanitize.jsonl").read_text().splitlines()
   return [json.loads(row) for row in rows]
 
 
+def names_with(part: str) -> list[str]:
+  return [name for name in CASES if part in name]
+
+
+@pytest.mark.parametrize("count", [1, 5, 6, 7, 13, 67])
+def test_cases_are_dealt_in_turn(count):
+  names = [str(i) for i in range(count)]
+  runs = sanitize.deal(names)
+  assert sorted(name for cases in runs for name in cases) == sorted(names)
+  sizes = [len(cases) for cases in runs]
+  assert max(sizes) - min(sizes) <= 1 and max(sizes) <= sanitize.CASES_OF_RUN
+  assert len(runs) == -(-count // sanitize.CASES_OF_RUN)
+  for first in range(count - len(runs) + 1):  # Neighbours are in several runs.
+    neighbours = set(names[first : first + len(runs)])
+    assert all(len(neighbours & set(cases)) == 1 for cases in runs)
+  for cases in runs:
+    assert list(cases) == sorted(cases, key=int)
+
+
 def test_a_run_without_findings(tmp_path, monkeypatch, capsys):
-  pretend(tmp_path, monkeypatch, CLEAN)
+  pretend(tmp_path, monkeypatch)
   rows = run(tmp_path, "--cases=pipelined")
-  assert {row["tool"] for row in rows} == set(sanitize.TOOLS)
-  assert {row["case"] for row in rows} == {name for name in CASES if "pipelined" in name}
-  assert not any(row["findings"] for row in rows)
+  names = names_with("pipelined")
+  assert [(row["tool"], row["case"]) for row in rows] == [
+      (tool, name) for tool in sanitize.TOOLS for name in names
+  ]
+  assert not any(row["findings"] for row in rows) and all(row["ran"] for row in rows)
   assert all(row["command"] and row["commit"] and row["date"] for row in rows)
-  assert "pipelined" in capsys.readouterr().out
-  assert (tmp_path / "sanitize_initcheck.log").read_text() == CLEAN
+  out = capsys.readouterr().out
+  assert "pipelined" in out and "explained" not in out
+  for tool in sanitize.TOOLS:
+    log = (tmp_path / f"sanitize_{tool}.log").read_text()
+    assert all(f"case: {name}\n" in log for name in names)
+
+
+def test_rows_and_logs_are_in_order_whichever_run_is_over_first(tmp_path, monkeypatch):
+  names = names_with("persistent")
+  runs = sanitize.deal(names)
+  assert len(runs) > 3
+  pretend(tmp_path, monkeypatch, {runs[0][0]: SLOW, runs[2][0]: SLOW})
+  rows = run(tmp_path, "--tools=memcheck", "--cases=persistent", f"--at_once={len(runs)}")
+  assert [row["case"] for row in rows] == names
+  log = (tmp_path / "sanitize_memcheck.log").read_text().splitlines()
+  assert [line.removeprefix("case: ") for line in log if line.startswith("case: ")] == [
+      name for cases in runs for name in cases
+  ]
+
+
+@pytest.mark.parametrize(("arguments", "cores"), [(["--at_once=2"], 4), ([], 2)])
+def test_so_many_runs_at_once_the_slowest_first(arguments, cores, tmp_path, monkeypatch):
+  pretend(tmp_path, monkeypatch)
+  monkeypatch.setattr(os, "cpu_count", lambda: cores)
+  lock, pairs = threading.Lock(), threading.Barrier(2, timeout=10)
+  tools, now, most = [], 0, 0
+
+  def watch(line, minutes, stop):
+    nonlocal now, most
+    with lock:
+      tools.append(line[line.index("--tool") + 1])
+      now += 1
+      most = max(most, now)
+    pairs.wait()  # Until there are two.
+    time.sleep(0.02)  # In which a third could begin.
+    with lock:
+      now -= 1
+    cases = line[line.index("experiments.sanitize_cases") + 1 :]
+    return [], "".join(f"case: {case}\n" for case in cases)
+
+  monkeypatch.setattr(sanitize, "watch", watch)
+  assert len(sanitize.deal(names_with("blocked"))) == 1
+  given = sanitize.SLOWEST_FIRST[::-1]
+  rows = run(tmp_path, "--cases=blocked", f"--tools={','.join(given)}", *arguments)
+  assert most == 2
+  assert set(tools[:2]) == {"racecheck", "memcheck"}
+  assert sorted(tools) == sorted(given) == sorted(sanitize.TOOLS)
+  assert list(dict.fromkeys(row["tool"] for row in rows)) == list(given)
+
+
+def test_what_is_over_is_written_while_others_run(tmp_path):
+  first, second = (Run("memcheck", cases) for cases in (("blocked", "x6"), ("direct",)))
+  said = {first: None, second: ([], "case: direct")}
+  assert [row.case for row in sanitize.write(tmp_path, said, {})] == ["direct"]
+  assert [row["case"] for row in rows_in(tmp_path)] == ["direct"]
+  said[first] = ([], "case: blocked\ncase: x")  # Ended in the middle of a line.
+  rows = sanitize.write(tmp_path, said, {})
+  assert [row["case"] for row in rows_in(tmp_path)] == ["blocked", "direct", "x6"]
+  assert [row.case for row in rows if row.ran] == ["blocked", "direct"]
+  log = (tmp_path / "sanitize_memcheck.log").read_text()
+  assert log == "case: blocked\ncase: x\ncase: direct\n"
 
 
 def test_a_run_with_findings_fails(tmp_path, monkeypatch, capsys):
-  pretend(tmp_path, monkeypatch, MEMCHECK)
+  said = "".join(MEMCHECK.splitlines(keepends=True)[3:12])
+  pretend(tmp_path, monkeypatch, {"persistent nn": said})
   with pytest.raises(SystemExit) as exit_info:
-    run(tmp_path, "--tools=memcheck", "--cases=persistent nn")
+    run(tmp_path, "--tools=memcheck", "--cases=persistent n")
   assert exit_info.value.code == 1
-  assert f"memcheck, persistent nn: 2 x {WRITE} ({KERNEL})" in capsys.readouterr().err
+  assert capsys.readouterr().err.endswith(
+      f"memcheck, persistent nn: 2 x {WRITE} ({KERNEL})\n")
+  assert [row["case"] for row in rows_in(tmp_path) if row["findings"]] == [
+      "persistent nn"]
+
+
+def test_explained_findings_do_not_fail(tmp_path, monkeypatch, capsys):
+  pretend(tmp_path, monkeypatch, {"split_k": 2 * UNWRITTEN + DROPPED})
+  rows = run(tmp_path, "--tools=initcheck", "--cases=split_k")
+  found = [finding for row in rows for finding in row["findings"]]
+  assert [(x["case"], x["count"]) for x in found] == [("split_k", 2), ("split_k", 1)]
+  (explanation,) = sanitize.EXPLAINED
+  assert found[0]["reason"] == explanation.reason and found[1]["reason"]
+  out = capsys.readouterr().out
+  assert "0 (3 explained)" in out and f"explained: {explanation.reason}\n" in out
+
+
+@pytest.mark.parametrize(
+    ("tool", "said", "complaint"),
+    [
+        ("initcheck", {"split_k": UNWRITTEN + ANOTHER},
+         f"initcheck, split_k: 1 x {READ.replace('8', '16')} ({KERNEL})"),
+        ("memcheck", {"split_k": UNWRITTEN}, f"memcheck, split_k: 1 x {READ} ({REDUCE})"),
+        ("initcheck", {"split_k": UNWRITTEN, "split_k swap": DROPPED},
+         f"initcheck, split_k swap: 1 x {WARNING} (the run)"),
+    ],
+    ids=["another", "another tool", "dropped elsewhere"],
+)
+def test_unexplained_findings_beside_explained_ones_fail(
+    tool, said, complaint, tmp_path, monkeypatch, capsys
+):
+  pretend(tmp_path, monkeypatch, said)
+  with pytest.raises(SystemExit) as exit_info:
+    run(tmp_path, f"--tools={tool}", "--cases=split_k")
+  assert exit_info.value.code == 1
+  assert capsys.readouterr().err.splitlines()[-1:] == [complaint]
+
+
+def test_a_tool_that_dies_loses_the_cases_of_one_run(tmp_path, monkeypatch, capsys):
+  names = names_with("persistent")
+  runs = sanitize.deal(names)
+  dying, *lost = runs[1]
+  assert len(lost) > 1
+  pretend(tmp_path, monkeypatch, {dying: DIES})
+  with pytest.raises(SystemExit) as exit_info:
+    run(tmp_path, "--tools=racecheck", "--cases=persistent")
+  assert exit_info.value.code == 1
+  out, err = capsys.readouterr()
+  assert err.splitlines()[-3:] == [
+      f"racecheck, {dying}: 1 x the tool gave no summary (the run)",
+      f"racecheck, {dying}: 1 x the cases ended early (the run)",
+      f"racecheck, never began: {', '.join(lost)}",
+  ]
+  rows = rows_in(tmp_path)
+  assert [row["case"] for row in rows] == names
+  assert [row["case"] for row in rows if not row["ran"]] == lost
+  cells = {line[:30].strip(): line[30:].split() for line in out.splitlines()}
+  assert all(cells[name] == ["-"] for name in lost) and cells[dying] == ["2"]
+  assert all(cells[name] == ["0"] for name in set(names) - {dying, *lost})
+
+
+def test_cases_that_never_began_fail_by_themselves():
+  rows = sanitize.rows_of("initcheck", ["x3", "x6", "x9"], [], "case: x6\n")
+  rows += sanitize.rows_of("memcheck", ["x6", "x9"], [], "case: x6\n")
+  assert sanitize.failures(rows) == [
+      "initcheck, never began: x3, x9", "memcheck, never began: x9"]
 
 
 def test_a_run_that_is_never_over_fails(tmp_path, monkeypatch, capsys):
-  pretend(tmp_path, monkeypatch, "")
+  pretend(tmp_path, monkeypatch, {"blocked": HANGS})
   monkeypatch.setattr(sanitize, "_MINUTES", type("flag", (), {"value": 0.01}))
   with pytest.raises(SystemExit):
     run(tmp_path, "--tools=synccheck", "--cases=blocked")
-  assert "not over in 0.01 min" in capsys.readouterr().err
+  err = capsys.readouterr().err
+  assert "synccheck, blocked: 1 x not over in 0.01 min (the run)" in err
+  assert "synccheck, never began: blocked fused, " in err
+  assert "the lock is held" in (tmp_path / "sanitize_synccheck.log").read_text()
+  with (tmp_path / "lock").open() as file:
+    await_lock(file)  # What the tool had started is gone, too.
+
+
+def test_an_interrupted_program_waits_for_no_run(tmp_path, monkeypatch):
+  pretend(tmp_path, monkeypatch, {"blocked": HANGS})
+
+  def interrupted(jobs):
+    while not (tmp_path / "lock").exists():
+      time.sleep(0.01)
+    raise KeyboardInterrupt
+
+  monkeypatch.setattr(sanitize.concurrent.futures, "as_completed", interrupted)
+  watch, begun = sanitize.watch, []
+  monkeypatch.setattr(sanitize, "watch", lambda *x: (begun.append(x), watch(*x))[1])
+  start = time.monotonic()
+  with pytest.raises(KeyboardInterrupt):
+    run(tmp_path, "--cases=blocked", "--at_once=1", "--tools=memcheck,initcheck")
+  assert time.monotonic() - start < 30
+  assert len(begun) == 1  # The other does not begin.
+  with (tmp_path / "lock").open() as file:
+    await_lock(file)
+
+
+def await_lock(file) -> None:
+  """Returns when nobody holds the lock of a file; fails if that takes too long."""
+  for _ in range(500):
+    try:
+      return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      time.sleep(0.01)
+  raise AssertionError("a process of the tool is still there")
 
 
 def test_without_the_sanitizer(tmp_path, monkeypatch):
@@ -281,6 +556,6 @@ def test_without_the_sanitizer(tmp_path, monkeypatch):
     with flagsaver.flagsaver():
       sanitize.main(["program"])
   (tmp_path / "bin").mkdir()
-  pretend(tmp_path / "bin", monkeypatch, CLEAN)
+  pretend(tmp_path / "bin", monkeypatch)
   monkeypatch.setenv("PATH", os.devnull)
   assert sanitize.find_sanitizer() == str(tmp_path / "bin" / "compute-sanitizer")
