@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import pathlib
 import re
+import subprocess
+import sys
 import types
 
 from absl import flags
@@ -18,6 +21,7 @@ from experiments.lab.questions import QUESTIONS
 
 pytestmark = pytest.mark.slow  # The other JAX version need not run them too.
 
+ROOT = pathlib.Path(__file__).parent.parent
 SLOW = pytest.mark.slow
 
 
@@ -93,8 +97,10 @@ def test_the_ladders_finding_names_the_largest_step():
   assert "the largest step is to 'double buffering' (10.0 times as fast)" in text
 
   slow_swizzle = lambda job, v: 5.0 if "32 bytes" in v.name else time_of(job, v)
-  text = QUESTIONS["ladder"].finding(made_up_rows("ladder", slow_swizzle, quick=True))
+  found = made_up_rows("ladder", slow_swizzle, quick=True)
+  text = QUESTIONS["ladder"].finding(found)
   assert "most is lost with 'swizzle of 32 bytes', which takes 5.0 times as long" in text
+  assert "is lost" not in QUESTIONS["ladder"].finding(found[:5])  # Of a stopped run.
 
 
 def test_the_splits_finding_says_where_it_loses():
@@ -171,19 +177,107 @@ def test_a_run_that_is_stopped_keeps_what_it_has(tmp_path, monkeypatch, capsys):
     yield from found[:3]
     raise RuntimeError("out of memory")
 
-  other = made_up_rows("stages", quick=True)[1]
-  failing = dataclasses.replace(other, status="failed: not finite", times_us=None)
   monkeypatch.setattr(QUESTIONS["caching"], "measure", breaking)
-  monkeypatch.setattr(QUESTIONS["stages"], "measure", lambda lab: iter([failing]))
   with pytest.raises(SystemExit) as exit:
-    _run(tmp_path, "--only=caching,stages")
+    _run(tmp_path, "--only=caching")
   assert exit.value.code == 1
   assert len(rows.read(tmp_path / "lab_caching.jsonl")) == 3
-  error = capsys.readouterr().err
-  assert "caching: RuntimeError: out of memory" in error
-  assert "stages: 4096x4096x4096 NN bfloat16 as 64x128, 1 consumer, 2 st" in error
+  assert "caching: RuntimeError: out of memory" in capsys.readouterr().err
   text = (tmp_path / "lab.html").read_text(encoding="utf-8")
-  assert '<section id="caching">' in text and "failed: not finite" in text
+  assert '<section id="caching">' in text
+
+
+def test_what_fails_the_gate_is_named(tmp_path, monkeypatch, capsys):
+  row = made_up_rows("stages", quick=True)[1]
+  failing = dataclasses.replace(row, status="failed: not finite", times_us=None)
+  monkeypatch.setattr(QUESTIONS["stages"], "measure", lambda lab: iter([failing]))
+  with pytest.raises(SystemExit) as exit:
+    _run(tmp_path, "--only=stages")
+  assert exit.value.code == 1
+  error = capsys.readouterr().err
+  assert "stages: 4096x4096x4096 NN bfloat16 as 64x128, 1 consumer, 2 st" in error
+  assert "failed: not finite" in (tmp_path / "lab.html").read_text(encoding="utf-8")
+
+
+def test_each_of_several_questions_has_a_process(tmp_path, monkeypatch, capfd):
+  """One that dies is named, the others are asked, and the page has what there is."""
+  commands = []
+
+  def run(command, *, check):
+    assert not check
+    name = command[-1].removeprefix("--only=")
+    commands.append(command)
+    lines = [row.to_json() + "\n" for row in made_up_rows(name, quick=True)]
+    if name == "ladder":  # It ends in the middle of a line.
+      lines[-1] = lines[-1][:100]
+    (tmp_path / f"lab_{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+    status = {"caching": -6, "ladder": 1}.get(name, 0)
+    return subprocess.CompletedProcess(command, status)
+
+  def start(argv):
+    raise AssertionError("it takes the GPU from the processes that it starts")
+
+  monkeypatch.setattr(program.subprocess, "run", run)
+  monkeypatch.setattr(program.cli, "start", start)
+  with pytest.raises(SystemExit) as exit:
+    _run(tmp_path, "--only=caching,stages", "--quick", "--seed", "3", "-v=1")
+  assert exit.value.code == 1
+  assert [command[:3] for command in commands] == [
+      [sys.executable, "-m", "experiments.lab"]
+  ] * 2
+  assert [command[-1] for command in commands] == ["--only=caching", "--only=stages"]
+  for command in commands:
+    assert set(command[3:-1]) == {
+        f"--output={tmp_path}", "--quick", "--seed=3", "--verbosity=1"
+    }
+  error = capfd.readouterr().err
+  assert "failed:\ncaching: exit status -6 (Aborted)\n" in error
+  text = (tmp_path / "lab.html").read_text(encoding="utf-8")
+  assert '<section id="caching">' in text and '<section id="stages">' in text
+
+  with pytest.raises(SystemExit):
+    _run(tmp_path, "--only=ladder,stages", "--noquick")
+  assert [command[-1] for command in commands[2:]] == ["--only=ladder", "--only=stages"]
+  assert "--noquick" in commands[-1]
+  error = capfd.readouterr().err
+  assert "failed:\nladder: exit status 1\npage: ValueError: " in error
+  assert "lab_ladder.jsonl, line 21: " in error
+
+
+# Two questions, of which the first is asked by a process that is killed; then whether
+# this one has touched a device.
+_KILLED = """
+import sys
+from absl import app
+from experiments.lab import __main__ as program
+from jax._src import xla_bridge
+asked = program._command
+killed = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+program._command = lambda name: (
+    asked(name) if name == "occupancy" else [sys.executable, "-c", killed]
+)
+try:
+  app.run(program.main)
+finally:
+  assert not xla_bridge.backends_are_initialized()
+"""
+
+
+def test_a_process_that_is_killed(tmp_path):
+  done = subprocess.run(
+      [sys.executable, "-c", _KILLED, "--only=stages,occupancy", "--quick",
+       f"--output={tmp_path}"],
+      cwd=ROOT, capture_output=True, text=True,
+  )
+  assert done.returncode == 1
+  assert done.stderr.endswith("failed:\nstages: exit status -9 (Killed)\n")
+  assert "No GPU" in done.stdout and "occupancy (" in done.stdout
+  found = rows.read(tmp_path / "lab_occupancy.jsonl")
+  assert {row.provenance.command for row in found} == {
+      "python -m experiments.lab --quick --only=occupancy"
+  }
+  text = (tmp_path / "lab.html").read_text(encoding="utf-8")
+  assert '<section id="occupancy">' in text and '<section id="stages">' not in text
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import stat
 
 import jax
@@ -78,6 +79,83 @@ def test_measuring_checks_before_it_times(monkeypatch):
   assert raised.status == "failed: TypeError: no such kernel"
   assert missing.status == "n/a: there is none" and missing.kernel is None
   assert seen == [40]  # No more sets of operands than calls.
+
+
+def _jobs(monkeypatch, of_call, *sizes: int) -> tuple[list[variants.Job], list[str]]:
+  """Jobs of those m, with launches where it is odd, and what measuring them does."""
+  events = []
+
+  def timer(calls, sets, repeats):
+    events.append("timed")
+    return {name: [1.0] * repeats for name in calls}
+
+  def asked(product, inputs):
+    events.append("asked")
+    return of_call(product, inputs)
+
+  monkeypatch.setattr(measuring.timing, "interleaved", timer)
+  monkeypatch.setattr(measuring.launches, "of_call", asked)
+  jobs = []
+  for m in sizes:
+    case = suites.make_case(m, 48, 32)
+    pair = [
+        variants.xla(lab(GPU), case.problem),
+        _plain("product", lambda lhs, rhs: lhs @ rhs),
+    ]
+    jobs.append(variants.Job("a table", case, pair, launches=m % 2 == 1))
+  return jobs, events
+
+
+def test_nothing_is_timed_after_a_launch_was_asked_for(monkeypatch):
+  """On a GPU that ends the process. Nor do rows that wait keep arrays on it."""
+  answers = iter([
+      rows.Launch("first", 32, 0, 128, 1, 1), RuntimeError("no profile"), None,
+      rows.Launch("fourth", 32, 0, 128, 1, 1),
+  ])
+
+  def of_call(product, inputs):
+    assert product(*inputs).shape in ((17, 48), (19, 48))
+    alive.append(len(jax.live_arrays()))
+    answer = next(answers)
+    if isinstance(answer, Exception):
+      raise answer
+    return answer
+
+  jobs, events = _jobs(monkeypatch, of_call, 17, 18, 19, 20)
+  monkeypatch.setattr(measuring, "_CHUNK", 4)  # Two jobs in each.
+  gc.collect()
+  found, alive = [], [len(jax.live_arrays())]
+  for row in measuring.measure(lab(GPU), "a question", jobs):
+    found.append(row)
+    events.append("row")
+  assert events == [
+      "timed", "timed", "row", "row", "timed", "timed", "row", "row",
+      *["asked", "row"] * 4,
+  ]
+  assert alive[1] - alive[0] == 2  # The operands of the first call, and no others.
+  assert [row.problem["m"] for row in found] == [18, 18, 20, 20, 17, 17, 19, 19]
+  assert [row.variant for row in found] == ["XLA", "product"] * 4
+  assert all(row.status == "ok" and row.times_us for row in found)
+  assert [row.launch and row.launch.kernel for row in found] == [
+      *[None] * 4, "first", None, None, "fourth"
+  ]
+
+
+def test_rows_that_wait_for_launches_survive_what_ends_the_question(monkeypatch):
+  jobs, events = _jobs(monkeypatch, None, 17)
+
+  def breaking():
+    yield from jobs
+    raise RuntimeError("out of memory")
+
+  monkeypatch.setattr(measuring, "_CHUNK", 2)
+  found = []
+  with pytest.raises(RuntimeError, match="out of memory"):
+    for row in measuring.measure(lab(GPU), "a question", breaking()):
+      found.append(row)
+  assert [row.problem["m"] for row in found] == [17, 17]
+  assert all(row.times_us and row.launch is None for row in found)
+  assert "asked" not in events
 
 
 def test_each_way_to_draw_has_its_own_baseline(monkeypatch):

@@ -1,7 +1,7 @@
 """The laboratory: one file a question, one page for all answers.
 
-`python -m experiments.lab` asks the questions of questions.py one after another. Each
-is a module with the same four functions:
+`python -m experiments.lab` asks the questions of questions.py one after another, each
+in a process of its own. Each is a module with the same four functions:
 
   measure(lab)    yields rows, one for each variant of each problem
   tables(rows)    what was measured, as tables

@@ -6,6 +6,11 @@ stopped keeps what it has, and runs with --only join on one page. On a CPU the q
 run tiny problems in emulation, and nothing is timed. The exit status is 1 if a result
 failed the gate, or a question could not be asked to its end.
 
+Several questions are asked one after the other, each by a process of its own: one that
+asked how kernels are launched can time nothing more (see launches.py), and what ends
+one process leaves the others alone. This one, which starts them and makes the page,
+leaves the GPU to them: JAX takes most of its memory as soon as it sees it.
+
   python -m experiments.lab
   python -m experiments.lab --quick
   python -m experiments.lab --only=ladder,splits --output=experiments/results/h200
@@ -16,6 +21,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 import pathlib
+import signal
+import subprocess
 import sys
 import time
 
@@ -37,8 +44,6 @@ flags.register_validator(
     f"must be among {', '.join(QUESTIONS)}",
 )
 _REPEATS, _QUICK_REPEATS = 20, 10
-# They ask another profiler than the one that times, whose way it should not get into.
-_LAST = ("ladder", "occupancy")
 
 
 def ask(lab: Lab, name: str, path: pathlib.Path) -> list[Row]:
@@ -72,39 +77,78 @@ def data_path(folder: pathlib.Path, name: str) -> pathlib.Path:
   return folder / f"lab_{name}.jsonl"
 
 
-def main(argv: Sequence[str]) -> None:
+def _ask_here(argv: Sequence[str], name: str, folder: pathlib.Path) -> list[str]:
+  """Asks a question in this process, and prints its finding; returns what failed."""
   platform = cli.start(argv)
   if platform.device is None:
     raise app.UsageError(f"the heuristics know no {platform.name}")
-  folder = pathlib.Path(common_flags.OUTPUT.value)
-  folder.mkdir(parents=True, exist_ok=True)
   repeats = _QUICK_REPEATS if _QUICK.value else _REPEATS
   lab = Lab(
       platform, _QUICK.value, common_flags.SEED.value,
       repeats if platform.on_gpu else 0,
       cli.row_provenance("lab", platform, "experiments.lab"),
   )
+  start = time.monotonic()
+  try:
+    with platform.context():
+      rows = ask(lab, name, data_path(folder, name))
+    finding = QUESTIONS[name].finding(rows)
+  except Exception as error:  # What was measured is on the page all the same.
+    logging.exception("question %s", name)
+    return [f"{name}: {type(error).__name__}: {error}"]
+  print(f"{name} ({time.monotonic() - start:.0f} s): {finding}")
+  return [
+      f"{name}: {row.name} as {row.variant}: {row.status}" for row in rows if row.failed
+  ]
+
+
+def _ask_apart(name: str) -> list[str]:
+  """Asks a question in a process of its own, which prints its finding and failures.
+
+  Returns how the process ended, unless it ended well.
+  """
+  status = subprocess.run(_command(name), check=False).returncode
+  if not status:
+    return []
+  died = f" ({signal.strsignal(-status)})" if status < 0 else ""
+  return [f"{name}: exit status {status}{died}"]
+
+
+def _command(name: str) -> list[str]:
+  """Returns the command that asks one question, with the other flags that were given."""
+  given = {
+      flag.name: flag.serialize() for flag in map(flags.FLAGS.__getitem__, flags.FLAGS)
+      if flag.present and flag.name != _ONLY.name
+  }
+  # A flag that was given several times has several lines.
+  others = [line for text in given.values() for line in text.splitlines()]
+  return [sys.executable, "-m", "experiments.lab", *others, f"--{_ONLY.name}={name}"]
+
+
+def _try_to_publish(folder: pathlib.Path) -> list[str]:
+  """Makes the page; returns why not, as rows that a process left may break it."""
+  try:
+    publish(folder)
+  except Exception as error:  # The other questions are asked all the same.
+    logging.exception("the page")
+    return [f"page: {type(error).__name__}: {error}"]
+  return []
+
+
+def main(argv: Sequence[str]) -> None:
+  if len(argv) > 1:
+    raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+  folder = common_flags.output_folder()
+  names = _ONLY.value
   failed = []
-  with platform.context():
-    for name in sorted(_ONLY.value, key=_LAST.__contains__):
-      start = time.monotonic()
-      try:
-        rows = ask(lab, name, data_path(folder, name))
-      except Exception as error:  # The others are asked all the same.
-        logging.exception("question %s", name)
-        failed.append(f"{name}: {type(error).__name__}: {error}")
-        continue
-      failed += [
-          f"{name}: {row.name} as {row.variant}: {row.status}" for row in rows
-          if row.failed
-      ]
-      print(f"{name} ({time.monotonic() - start:.0f} s):"
-            f" {QUESTIONS[name].finding(rows)}")
-      publish(folder)
-  publish(folder)
+  for name in names:
+    failed += _ask_here(argv, name, folder) if len(names) == 1 else _ask_apart(name)
+    failed += _try_to_publish(folder)
+  if not names:
+    failed += _try_to_publish(folder)
   print(f"page: {folder / 'lab.html'}, {folder / 'lab.md'}")
   if failed:
-    print("\n".join(["failed:", *failed]), file=sys.stderr)
+    print("\n".join(["failed:", *dict.fromkeys(failed)]), file=sys.stderr)
     sys.exit(1)
 
 

@@ -178,13 +178,15 @@ def finding(rows: Sequence[Row]) -> str:
         f"; the highest rung is '{best.variant}' with {best.tflops:.0f} TFLOP/s,"
         f" {best.ratio_to_xla:.0%} of cuBLAS"
     )
-    control, *left_off = [row for row in of_case if row.kernel == kernels_rungs.NAME]
-    slowest = max(left_off, key=lambda row: row.time_us, default=control)
-    if slowest.time_us > control.time_us:
-      words += (
-          f"; most is lost with '{slowest.variant.removeprefix('the same, ')}', which"
-          f" takes {slowest.time_us / control.time_us:.1f} times as long"
-      )
+    left_off = [row for row in of_case if row.kernel == kernels_rungs.NAME]
+    if left_off:  # The first is the control. A run that was stopped may have none.
+      slowest = max(left_off, key=lambda row: row.time_us)
+      longer = slowest.time_us / left_off[0].time_us
+      if longer > 1:
+        words += (
+            f"; most is lost with '{slowest.variant.removeprefix('the same, ')}', which"
+            f" takes {longer:.1f} times as long"
+        )
     sentences.append(words)
   if not sentences:
     checked = sum(row.status == "ok" and row.variant != XLA for row in rows)

@@ -3,6 +3,10 @@
 XLA's profiler (jax.profiler) notes them of each kernel, through CUPTI. A kernel's
 registers are those at launch: what setmaxnreg moves between warpgroups later does not
 show.
+
+Mosaic's profiler, which times, uses CUPTI too, and the two do not alternate: to time
+after XLA's profiler has run in the same process aborts it ("activity records were
+dropped"). So a process first times all that it has to, and asks for launches then.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 What differs is what the questions want to know: each call's time, kernels that only
 the laboratory has, operands drawn in several ways, and how the driver launches them.
+The last is asked at the end: a process cannot time again after it, see launches.py.
 """
 
 from __future__ import annotations
@@ -37,11 +38,14 @@ _FEWEST = 5
 
 @dataclasses.dataclass(frozen=True)
 class _Frame:
-  """The seed, what draws operands from a key, and the gate of results of them."""
+  """The seed, what draws operands from a key, and the gate of results of them.
+
+  There is no gate where nothing is left to check.
+  """
 
   seed: int
   draw: Callable[[jax.Array], Inputs]
-  gate: Gate
+  gate: Gate | None
 
   def inputs(self, index: int = 0) -> Inputs:
     """Returns the `index`-th set of operands."""
@@ -54,23 +58,50 @@ _Frames = dict[str, _Frame]  # By how operands are drawn.
 
 
 def measure(lab: Lab, question: str, jobs: Iterable[Job]) -> Iterator[Row]:
-  """Yields the rows of one job after the other, in the order of its variants."""
+  """Yields the rows of one job after the other, in the order of its variants.
+
+  The jobs whose launches are wanted come last, whatever their place: no launch is asked
+  for before everything is timed. If a job raises, the rows that wait are yielded without
+  their launches first.
+  """
+  waiting: list[tuple[_Run, list[Row]]] = []
+  try:
+    for run in _runs(lab, question, jobs):
+      rows = run.rows()
+      if run.job.launches:
+        waiting.append((run.without_gates(), rows))
+      else:
+        yield from rows
+      del run  # With its programs and arrays, before the next ones are made.
+  except (Exception, KeyboardInterrupt):
+    for _, rows in waiting:
+      yield from rows
+    raise
+  for run, rows in waiting:
+    yield from run.with_launches(rows)
+
+
+def _runs(lab: Lab, question: str, jobs: Iterable[Job]) -> Iterator[_Run]:
+  """Yields the jobs with their programs, and keeps none that it has yielded."""
+  for chunk in _chunks(lab, jobs):
+    runs = collections.deque(
+        _Run(lab, question, job, programs, frames)
+        for job, programs, frames in zip(chunk, *_compile(lab, chunk), strict=True)
+    )
+    while runs:
+      yield runs.popleft()
+
+
+def _chunks(lab: Lab, jobs: Iterable[Job]) -> Iterator[list[Job]]:
+  """Yields the jobs whose programs are compiled together."""
   chunk: list[Job] = []
   for job in jobs:
     chunk.append(job)
     if not lab.on_gpu or sum(len(one.variants) for one in chunk) >= _CHUNK:
-      yield from _measure(lab, question, chunk)
+      yield chunk
       chunk = []
-  yield from _measure(lab, question, chunk)
-
-
-def _measure(lab: Lab, question: str, jobs: Sequence[Job]) -> Iterator[Row]:
-  runs = collections.deque(
-      _Run(lab, question, job, programs, frames)
-      for job, programs, frames in zip(jobs, *_compile(lab, jobs), strict=True)
-  )
-  while runs:  # What has run is let go, with its programs and arrays.
-    yield from runs.popleft().rows()
+  if chunk:
+    yield chunk
 
 
 def _compile(lab: Lab, jobs: Sequence[Job]) -> tuple[list[_Programs], list[_Frames]]:
@@ -161,14 +192,14 @@ class _Run:
   frames: _Frames
 
   def rows(self) -> list[Row]:
-    """Returns the rows: the gate first, then the times, then the launches."""
+    """Returns the rows, without launches: the gate first, then the times."""
     try:
       verdicts, xla_errors = self._check()
     except RuntimeError as error:  # Out of memory, most likely.
       logging.exception("operands of %s", self.job.case.name)
       verdicts, xla_errors = dict.fromkeys(self.programs, _failure(error)), {}
     passed = [i for i, verdict in verdicts.items() if verdict.passed]
-    times_us, how = {}, {}
+    times_us = {}
     repeats = self._repeats()
     if repeats and passed:
       try:
@@ -177,12 +208,22 @@ class _Run:
         logging.exception("timing of %s", self.job.case.name)
         for i in passed:
           verdicts[i] = Verdict(verdicts[i].error, f"not timed: {error}")
-      if self.job.launches:
-        how = {i: self._launch(i) for i in passed}
     return [
-        self._row(i, variant, verdicts, xla_errors, times_us, how.get(i))
+        self._row(i, variant, verdicts, xla_errors, times_us)
         for i, variant in enumerate(self.job.variants)
     ]
+
+  def without_gates(self) -> _Run:
+    """Returns the run less its gates, which keep XLA's results on the device."""
+    frames = {
+        how: dataclasses.replace(frame, gate=None) for how, frame in self.frames.items()
+    }
+    return dataclasses.replace(self, frames=frames)
+
+  def with_launches(self, rows: Sequence[Row]) -> Iterator[Row]:
+    """Yields its rows, those that have times with their launches."""
+    for i, row in enumerate(rows):
+      yield dataclasses.replace(row, launch=self._launch(i)) if row.times_us else row
 
   def _repeats(self) -> int:
     repeats = self.lab.repeats and (self.job.repeats or self.lab.repeats)
@@ -236,10 +277,10 @@ class _Run:
     return timing.interleaved(calls, [(index,) for index in range(num_sets)], repeats)
 
   def _launch(self, i: int) -> launches.Launch | None:
-    inputs = self.frames[self.job.variants[i].inputs].inputs()
     try:
+      inputs = self.frames[self.job.variants[i].inputs].inputs()
       return launches.of_call(self.programs[i], inputs)
-    except RuntimeError:
+    except Exception:  # Whatever it is, the row has its times.
       logging.exception("launch of %s", self.job.variants[i].name)
       return None
 
@@ -250,7 +291,7 @@ class _Run:
       return {}
     return {"xla": sorted(count_gemms(program.as_text()).xla)}
 
-  def _row(self, i: int, variant: Variant, verdicts, xla_errors, times_us, launch) -> Row:
+  def _row(self, i: int, variant: Variant, verdicts, xla_errors, times_us) -> Row:
     verdict, candidate = verdicts.get(i), variant.candidate
     status = candidate.plan if verdict is None else "ok"
     if verdict is not None and not verdict.passed:
@@ -278,7 +319,7 @@ class _Run:
         error=verdict.error if verdict else None,
         xla_error=xla_errors.get(variant.inputs),
         smem_bytes=variant.smem_bytes,
-        launch=launch,
+        launch=None,
         details=variant.details | self._baseline_kinds(i),
         provenance=self.lab.provenance,
     )
