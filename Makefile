@@ -34,7 +34,7 @@ test-short: setup
 
 # Several processes share the GPU: most of the time goes into compiling.
 test-gpu: setup
-	XLA_PYTHON_CLIENT_PREALLOCATE=false $(BIN)/python -m pytest -m gpu -n 8 --dist=worksteal
+	XLA_PYTHON_CLIENT_PREALLOCATE=false $(BIN)/python -m pytest -m gpu -n 8 --dist=loadgroup
 
 bench: setup
 	$(BIN)/python -m experiments.run --suite=issue2 --name=bench

@@ -14,9 +14,9 @@ import numpy as np
 from experiments import fuzz_guards
 from experiments.gate import DEVIATION_FACTOR, ERROR_FACTOR
 import jaxgemm
-from jaxgemm import plan as plans
 from jaxgemm import reference
 from jaxgemm.device import Device
+from jaxgemm.launch import run
 from jaxgemm.plan import Plan
 from pallas_kernels import compat
 from pallas_kernels.problem import Problem
@@ -162,9 +162,9 @@ def _program(
     return functools.partial(_by_name, plan.problem)
   if emulated:
     return lambda *operands: compat.run_interpreted(
-        lambda params: plans.run(plan, operands, device, params)
+        lambda params: run(plan, operands, device, params)
     )
-  return jax.jit(lambda *operands: plans.run(plan, operands, device))
+  return jax.jit(lambda *operands: run(plan, operands, device))
 
 
 def _by_name(problem: Problem, lhs: jax.Array, rhs: jax.Array, *c: jax.Array):

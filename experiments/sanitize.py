@@ -8,12 +8,16 @@ r"""compute-sanitizer's tools over one small problem of each kernel and class of
 A run is one process of a few cases (experiments/sanitize_cases.py) that a tool watches,
 and of its kernels those whose name has "jaxgemm" in it. Each array has an allocation of
 its own, XLA tunes nothing, and no CUDA graph is made. The tools are bound by the host (up
-to two minutes of a core for one kernel), so that --at_once runs share the GPU. A tool
-that dies, or is not done within --minutes, loses the cases behind in that run alone.
+to two minutes of a core for one kernel), so that --at_once runs share the GPU. Where a
+tool dies, or is not done within --minutes, the case that was running and those behind it
+run once more when all first runs are over: each in a run of its own, a quarter as many at
+once.
 
-Whatever a tool says of such a kernel is a finding, and so is a run that it does not
-finish. Findings that say nothing against a kernel are listed in EXPLAINED, each with the
-reason. The exit status is 1 if there is any other, or a case that never began.
+Whatever a tool says of such a kernel is a finding, and so are a run that it does not
+finish, and what initcheck says of other kernels, which read what ours wrote. Findings
+that say nothing against a kernel are listed in EXPLAINED, each with the reason; that a
+run ended early is explained by a second one that did not. The exit status is 1 if there
+is any other finding, or a case that never began.
 sanitize.jsonl has a line for each case and tool, sanitize_TOOL.log what the tool said;
 while runs go on, they tell of those that are over.
 
@@ -23,7 +27,7 @@ while runs go on, they tell of those that are over.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import concurrent.futures
 import dataclasses
 import json
@@ -52,7 +56,9 @@ _MINUTES = flags.DEFINE_float(
     lower_bound=0.1,
 )
 _AT_ONCE = flags.DEFINE_integer(
-    "at_once", None, "Runs at a time (default: one for each core).", lower_bound=1
+    "at_once", None,
+    "Runs at a time (default: one for each core); a quarter of that for second runs.",
+    lower_bound=1,
 )
 flags.register_validator(
     _TOOLS.name, lambda tools: set() < set(tools) <= set(TOOLS),
@@ -92,10 +98,17 @@ _TRACKS_OTHERS = "--initcheck-track-filtered-global-memory"
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-  """A tool, and the cases of one process that it watches, in their order."""
+  """One process that a tool watches.
+
+  Attributes:
+    tool: that watches.
+    cases: of the process, in their order.
+    first: the run that ended early, of which this one repeats a case; None of a first.
+  """
 
   tool: str
   cases: tuple[str, ...]
+  first: Run | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +156,7 @@ class Explanation:
 
   Attributes:
     tool: whose they are.
-    kernel: part of its name.
+    kernel: pattern of its whole name.
     what: pattern of all their words.
     reason: why.
   """
@@ -156,17 +169,33 @@ class Explanation:
 
 EXPLAINED = (
     Explanation(
-        "initcheck", "split_k_reduce",
+        "initcheck", r".*split_k_reduce.*",
         r"Uninitialized __global__ memory read of size 8 bytes",  # Two float32 sums.
         "the split_k kernel writes these sums by TMA, which initcheck does not see; that"
         " it writes all of them is what experiments.fuzz shows, where they begin as NaN",
     ),
+    Explanation(
+        "initcheck", rf"(?!.*{OURS}).+",
+        r"Uninitialized __global__ memory read of size \d+ bytes",
+        "a kernel of XLA's that reads what ours wrote by TMA, which initcheck does not"
+        " see",
+    ),
 )
 _DROPPED = "Warning: Error buffer overflow has been detected."
+# At the end of a process, for all of its cases.
+_SKIPPED = re.compile(r"\d+ errors? (?:were|was) skipped \(error buffer overflow\)")
 _FULL = (
     "findings of this case that are explained fill the tool's buffer, which may hide"
     " others of this case"
 )
+_NO_SUMMARY = "the tool gave no summary"
+_ENDED_EARLY = "the cases ended early"
+_NOT_OVER = "not over in "
+_REPEATED = (
+    "this run ended early; a second one of the case, alone and with fewer others at once,"
+    " ended well"
+)
+Said = tuple[list[Finding], str]  # What came of a run: its findings, and its output.
 
 
 # -- Reports -----------------------------------------------------------------------
@@ -176,24 +205,28 @@ _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) ")
 _NOT_PRINTED = "were not printed"  # In a second summary.
 
 
-def parse(output: str) -> list[Finding]:
+def parse(tool: str, output: str) -> list[Finding]:
   """Returns the findings in the output of a tool and the cases that it watched.
 
   A report begins with one blank behind the tool's prefix, and goes on with more. Reports
   alike in kernel and words are one finding. That there was no summary, or one of reports
-  that are not here, is a finding, too.
+  that are not here, is a finding, too. That errors were skipped belongs to the last case
+  whose records were dropped.
   """
   counts: dict[tuple[str | None, str | None, str], int] = {}
   case, report, summary, reports = None, [], None, 0
+  overflowed = None
   hidden: list[Finding] = []
 
   def close():
-    nonlocal reports
+    nonlocal reports, overflowed
     if report:
       kernel, what, count = _read(report)
       reports += 1
-      # Other kernels are watched where a tool must know what they write.
-      if kernel is None or OURS in kernel:
+      if what.startswith(_DROPPED):
+        overflowed = case
+      # Other kernels read what ours wrote, which is a matter for initcheck alone.
+      if kernel is None or OURS in kernel or tool == "initcheck":
         counts[case, kernel, what] = counts.get((case, kernel, what), 0) + count
       report.clear()
 
@@ -209,6 +242,8 @@ def parse(output: str) -> list[Finding]:
       close()
       if _NOT_PRINTED in text:
         hidden.append(Finding(None, None, text))
+      elif _SKIPPED.match(text):
+        hidden.append(Finding(overflowed, None, text.strip()))
       elif found := _SUMMARY.match(text):
         summary = (summary or 0) + int(found[1])
       elif text.strip() and text != "COMPUTE-SANITIZER" and "SUMMARY" not in text:
@@ -216,11 +251,11 @@ def parse(output: str) -> list[Finding]:
   close()
   findings = [Finding(*key, count) for key, count in counts.items()] + hidden
   if summary is None:
-    findings.append(Finding(case, None, "the tool gave no summary"))
+    findings.append(Finding(case, None, _NO_SUMMARY))
   elif summary and not reports:
     findings.append(Finding(None, None, f"a summary of {summary}, and no report of any"))
   if sanitize_cases.DONE not in output.splitlines():
-    findings.append(Finding(case, None, "the cases ended early"))
+    findings.append(Finding(case, None, _ENDED_EARLY))
   return findings
 
 
@@ -243,23 +278,24 @@ def _read(report: Sequence[str]) -> tuple[str | None, str, int]:
 def explain(tool: str, findings: Sequence[Finding]) -> list[Finding]:
   """Returns the findings of a tool, each with its reason, if it has one.
 
-  That records were dropped is explained in a case of which others are.
+  That records were dropped, or errors skipped, is explained in a case of which EXPLAINED
+  has others.
   """
-  found = [
-      dataclasses.replace(finding, reason=_reason(tool, finding)) for finding in findings
-  ]
-  cases = {finding.case for finding in found if finding.reason}
-  return [
-      dataclasses.replace(finding, reason=_FULL)
-      if finding.what.startswith(_DROPPED) and finding.case in cases else finding
-      for finding in found
-  ]
+  cases = {finding.case for finding in findings if _reason(tool, finding)} - {None}
+
+  def reason(finding: Finding) -> str | None:
+    overflow = finding.what.startswith(_DROPPED) or _SKIPPED.match(finding.what)
+    if overflow and finding.case in cases:
+      return _FULL
+    return finding.reason or _reason(tool, finding)
+
+  return [dataclasses.replace(finding, reason=reason(finding)) for finding in findings]
 
 
 def _reason(tool: str, finding: Finding) -> str | None:
   for one in EXPLAINED:
     if (
-        tool == one.tool and one.kernel in (finding.kernel or "")
+        tool == one.tool and re.fullmatch(one.kernel, finding.kernel or "")
         and re.fullmatch(one.what, finding.what)
     ):
       return one.reason
@@ -304,9 +340,9 @@ def command(sanitizer: str, usage: str, tool: str, names: Sequence[str]) -> list
 
 
 def watch(
-    line: Sequence[str], minutes: float, stop: threading.Event
-) -> tuple[list[Finding], str]:
-  """Returns the findings of a tool's command line, and its output.
+    tool: str, line: Sequence[str], minutes: float, stop: threading.Event
+) -> Said:
+  """Returns the findings of a tool by its command line, and the output.
 
   It ends early, with what processes it has started, after some minutes or by `stop`.
   """
@@ -323,11 +359,11 @@ def watch(
       process.wait()
     file.seek(0)
     output = file.read().decode(errors="replace")
-  findings = parse(output)
+  findings = parse(tool, output)
   if not over:
     begun = _begun(output)
     findings.append(
-        Finding(begun[-1] if begun else None, None, f"not over in {minutes:g} min")
+        Finding(begun[-1] if begun else None, None, f"{_NOT_OVER}{minutes:g} min")
     )
   return findings, output
 
@@ -349,7 +385,80 @@ def _begun(output: str) -> list[str]:
   ]
 
 
+def run_all(
+    lines: Mapping[Run, Sequence[str]], at_once: int, minutes: float,
+    over: Callable[[Run, Said], None],
+) -> None:
+  """Calls `over` with each run and what came of it, as it is over.
+
+  `lines` has the command lines of the runs; those of the slowest tools begin first.
+  """
+  stop = threading.Event()
+  with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
+    try:
+      jobs = {
+          pool.submit(watch, run.tool, lines[run], minutes, stop): run
+          for run in sorted(lines, key=lambda run: SLOWEST_FIRST.index(run.tool))
+      }
+      for job in concurrent.futures.as_completed(jobs):
+        over(jobs[job], job.result())
+    finally:  # Else an interrupted program would wait for what is running.
+      stop.set()
+      pool.shutdown(cancel_futures=True)
+
+
+def second_runs(said: Mapping[Run, Said]) -> list[Run]:
+  """Returns the runs that repeat what first runs have lost, one for each case.
+
+  There are none of a tool under which no case of any run began: none would now.
+  """
+  works = {run.tool for run, (_, output) in said.items() if _begun(output)}
+  return [
+      Run(run.tool, (case,), run)
+      for run, found in said.items() if run.tool in works for case in _lost(run, found)
+  ]
+
+
+def _lost(run: Run, found: Said) -> tuple[str, ...]:
+  """Returns the cases of a run that ended early, from the one that was running."""
+  findings, output = found
+  if not any(_is_early(finding) for finding in findings):
+    return ()
+  return run.cases[max(len(_begun(output)) - 1, 0) :]
+
+
+def _is_early(finding: Finding) -> bool:
+  """Whether a finding is that a run ended early; what the tool said then is another."""
+  return finding.kernel is None and (
+      finding.what in (_NO_SUMMARY, _ENDED_EARLY) or finding.what.startswith(_NOT_OVER)
+  )
+
+
 # -- Results -----------------------------------------------------------------------
+
+
+def settle(over: Mapping[Run, Said]) -> list[Finding]:
+  """Returns the findings of runs of a tool, some of which may be second ones.
+
+  What a second run finds again counts once. If it ended well, that is the reason of the
+  first one's early end.
+  """
+  findings = []
+  for run, found in over.items():
+    # The first of what was lost was running, or would have been the first to run.
+    second = Run(run.tool, _lost(run, found)[:1], run)
+    if second not in over:
+      findings += found[0]
+      continue
+    again = over[second][0]
+    alike = {(finding.case, finding.kernel, finding.what) for finding in again}
+    reason = None if any(_is_early(finding) for finding in again) else _REPEATED
+    findings += [
+        dataclasses.replace(finding, reason=reason) if _is_early(finding) else finding
+        for finding in found[0]
+        if (finding.case, finding.kernel, finding.what) not in alike
+    ]
+  return findings
 
 
 def rows_of(
@@ -366,12 +475,12 @@ def rows_of(
 
 
 def write(
-    folder: pathlib.Path, said: Mapping[Run, tuple[list[Finding], str] | None],
-    facts: dict[str, str],
+    folder: pathlib.Path, said: Mapping[Run, Said | None], facts: dict[str, str]
 ) -> list[Row]:
   """Writes the files of what was found and said so far; returns the rows.
 
-  `said` has the runs in the order of their cases, None for one that is not over.
+  `said` has the runs in the order of their cases, second ones behind the first, and None
+  for one that is not over.
   """
   rows = []
   for tool in dict.fromkeys(run.tool for run in said):
@@ -384,7 +493,7 @@ def write(
     cases = {case for run in over for case in run.cases}
     rows += rows_of(
         tool, [name for name in sanitize_cases.CASES if name in cases],
-        [finding for findings, _ in over.values() for finding in findings], output,
+        settle(over), output,
     )
   (folder / JSONL).write_text(
       "".join(row.to_json(facts) + "\n" for row in rows), encoding="utf-8"
@@ -449,28 +558,28 @@ def main(argv: Sequence[str]) -> None:
       command=provenance.command("experiments.sanitize"),
   )
   folder = common_flags.output_folder()
-  runs = [Run(tool, cases) for tool in _TOOLS.value for cases in deal(names)]
-  said: dict[Run, tuple[list[Finding], str] | None] = dict.fromkeys(runs)
+  first = [Run(tool, cases) for tool in _TOOLS.value for cases in deal(names)]
+  said: dict[Run, Said | None] = dict.fromkeys(first)
+  write(folder, said, facts)
+  at_once = _AT_ONCE.value or os.cpu_count() or 1
+  with progress.bar(total=len(first), unit="run") as shown:
+
+    def over(run: Run, found: Said) -> None:
+      said[run] = found
+      write(folder, said, facts)
+      shown.update()
+
+    def finish(runs: Sequence[Run], at_once: int) -> None:
+      lines = {run: command(sanitizer, usage, run.tool, run.cases) for run in runs}
+      run_all(lines, at_once, _MINUTES.value, over)
+
+    finish(first, at_once)
+    second = second_runs(said)
+    said |= dict.fromkeys(second)
+    shown.total += len(second)
+    # What ended early may have lacked the memory that so many at once take.
+    finish(second, max(at_once // 4, 1))
   rows = write(folder, said, facts)
-  stop = threading.Event()
-  with (
-      concurrent.futures.ThreadPoolExecutor(_AT_ONCE.value or os.cpu_count()) as pool,
-      progress.bar(total=len(said), unit="run") as shown,
-  ):
-    try:
-      jobs = {
-          pool.submit(
-              watch, command(sanitizer, usage, run.tool, run.cases), _MINUTES.value, stop
-          ): run
-          for run in sorted(said, key=lambda run: SLOWEST_FIRST.index(run.tool))
-      }
-      for job in concurrent.futures.as_completed(jobs):
-        said[jobs[job]] = job.result()
-        rows = write(folder, said, facts)
-        shown.update()
-    finally:  # Else an interrupted program would wait for what is running.
-      stop.set()
-      pool.shutdown(cancel_futures=True)
   print(table(rows))
   for reason in dict.fromkeys(
       finding.reason for row in rows for finding in row.findings if finding.reason

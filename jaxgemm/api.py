@@ -15,9 +15,9 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from jaxgemm import explaining, table
 from jaxgemm import plan as plans
 from jaxgemm import precision as precisions
-from jaxgemm import table
 from jaxgemm.arguments import (
     as_array,
     as_dtype,
@@ -195,22 +195,39 @@ def gemm(
 
 
 def explain(
-    a, b, *, precision=None, preferred_element_type=None,
+    a, *operands, precision=None, preferred_element_type=None,
     implementation: str | None = None, config: Config | None = None,
-) -> plans.Plan:
+) -> plans.Plan | list[plans.Plan]:
   """Prints which kernel jaxgemm.matmul(a, b, ...) runs and why; returns the plan.
 
+  Of a function it prints the plans of all products of jaxgemm that it comes to, those of
+  layers, gradients and shards included; see `jaxgemm.explaining`.
+
   Args:
-    a, b: arrays, or anything with a shape and a dtype (jax.ShapeDtypeStruct).
-    precision, preferred_element_type, implementation, config: as for jaxgemm.matmul.
-  Returns: the plan for the device in context (see jaxgemm.target), or else for the
-    device that JAX computes on.
+    a, b: arrays, or anything with a shape and a dtype (jax.ShapeDtypeStruct); or a
+      function, jitted or not, and its arguments.
+    precision, preferred_element_type, implementation, config: as for jaxgemm.matmul, and
+      of products alone.
+  Returns: the plan, of a function the list of plans, for the device in context (see
+    jaxgemm.target), or else for the device that JAX computes on.
   Raises:
     TypeError, ValueError: as jaxgemm.matmul.
   Example:
     with jaxgemm.target("NVIDIA H200"):
       jaxgemm.explain(jax.ShapeDtypeStruct((4096, 4096), "bfloat16"), w)
+      jaxgemm.explain(jax.grad(loss), params, batch)
   """
+  if callable(a):
+    options = dict(
+        precision=precision, preferred_element_type=preferred_element_type,
+        implementation=implementation, config=config,
+    )
+    if given := [name for name, value in options.items() if value is not None]:
+      raise TypeError(f"explain: {given[0]} is that of a product, and a is a function")
+    return explaining.explain_function(a, *operands)
+  if len(operands) != 1:
+    raise TypeError(f"explain: a product has two operands, not {1 + len(operands)}")
+  (b,) = operands
   for name, x in (("a", a), ("b", b)):
     if not (hasattr(x, "shape") and hasattr(x, "dtype")):
       raise TypeError(

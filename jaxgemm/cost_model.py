@@ -31,41 +31,43 @@ from pallas_kernels.problem import Config, PersistentConfig, Problem
 class Model:
   """Constants of the cost model; times in us, rates in bytes/us of one SM."""
 
-  roles: float = 0.585  # Of a kernel with a producer: to part the registers.
-  team: float = 0.81  # Of each consumer but the first, to get going.
-  cluster: float = 0.0123  # Of each CTA of a cluster, to be launched together.
-  latency: float = 0.786  # From asking for a tile to having it.
-  descriptors: float = 0.33  # Until TMA has fetched them, and of its last store.
+  roles: float = 0.574  # Of a kernel with a producer: to part the registers.
+  team: float = 0.571  # Of each consumer but the first, to get going.
+  cluster: float = 0.00975  # Of each CTA of a cluster, to be launched together.
+  latency: float = 0.797  # From asking for a tile to having it.
+  wait: float = 0.692  # The same, while all SMs ask, beside what its bytes take.
+  descriptors: float = 0.328  # Until TMA has fetched them, and of its last store.
   l2_rate: float = 137e3  # L2 to shared memory.
-  multicast: float = 0.593  # What an SM receives, beside what it asks for.
-  short_rows: float = 0.00836  # Of operands copied in rows of 128 bytes; less if longer.
-  crooked_rows: float = 1.84  # The same, where rows begin in the midst of 128 bytes.
-  crooked_memory: float = 0.416  # What crooked rows cost the memory itself.
-  reread: float = 0.195  # Share of an operand that each second tile fetches anew.
-  load_rate: float = 30.3e3  # Memory to shared memory through registers, shifted.
-  direct_rate: float = 50.5e3  # The same, where rows are aligned to 16 bytes.
-  round: float = 0.232  # Of direct's loads that wait for the ones before.
-  store_rate: float = 25.4e3  # Registers of a warpgroup to memory.
+  multicast: float = 0.587  # What an SM receives, beside what it asks for.
+  short_rows: float = 0.00843  # Of operands copied in rows of 128 bytes; less if longer.
+  crooked_rows: float = 1.67  # The same, where rows begin in the midst of 128 bytes.
+  crooked_memory: float = 0.353  # What crooked rows cost the memory itself.
+  reread: float = 0.163  # Share of an operand that each second tile fetches anew.
+  load_rate: float = 39.6e3  # Memory to shared memory through registers, shifted.
+  direct_rate: float = 57.5e3  # The same, where rows are aligned to 16 bytes.
+  round: float = 0.246  # Of direct's loads that wait for the ones before.
+  store_rate: float = 29.2e3  # Registers of a warpgroup to memory.
   masked_rate: float = 30.7e3  # The same, not by TMA.
-  step: float = 0.0275  # Barriers and bookkeeping of a k tile.
-  solo: float = 0.374  # Of pipelined's steps, where one CTA has an SM to itself.
-  single: float = 0.943  # Of the tensor cores' time, one warpgroup at a time.
-  wide: float = 1.13  # The same, two wgmma a k tile: one holds 256 columns at most.
-  narrow: float = 79.8  # Columns of a wgmma that takes no less time with fewer.
+  step: float = 0.0262  # Barriers and bookkeeping of a k tile.
+  shared_step: float = 0.0134  # The same, where another consumer's wgmma runs meanwhile.
+  solo: float = 0.326  # Of pipelined's steps, where one CTA has an SM to itself.
+  single: float = 0.945  # Of the tensor cores' time, one warpgroup at a time.
+  wide: float = 1.09  # The same, two wgmma a k tile: one holds 256 columns at most.
+  narrow: float = 83.6  # Columns of a wgmma that takes no less time with fewer.
   narrow_split: float = 50.0  # The same, where it takes lhs from registers.
-  chunks: float = 0.892  # The same, wgmma of 64 columns, as rhs comes in chunks.
+  chunks: float = 0.834  # The same, wgmma of 64 columns, as rhs comes in chunks.
   promotion: float = 0.0181  # Of the sums, once.
   lhs_split: float = 0.285  # Of 32 of k and 64 columns in registers, by one consumer.
   lhs_split_two: float = 0.37  # The same, by two at once.
   lhs_split_three: float = 0.30
-  exchange_rate: float = 7.6e3  # Through distributed shared memory.
-  memory: float = 1.03  # Share of the bandwidth that a product reaches.
+  exchange_rate: float = 8.16e3  # Through distributed shared memory.
+  memory: float = 1.04  # Share of the bandwidth that a product reaches.
   apart: float = 0.149  # What the memory loses where k is split: rows far apart.
-  reduce: float = 3.46  # Launch of the kernel that adds the parts of split-k.
-  reduce_rate: float = 3.19e6  # Its bytes, out of the L2; of the whole chip.
+  reduce: float = 3.4  # Launch of the kernel that adds the parts of split-k.
+  reduce_rate: float = 2.81e6  # Its bytes, out of the L2; of the whole chip.
   guard: float = 14.0  # Of float16 parts: to see whether they do, in small kernels.
-  pass_launch: float = 0.939  # Launch of a pass over an operand.
-  pass_rate: float = 3.6e6  # Bytes read and written; of the whole chip.
+  pass_launch: float = 0.809  # Launch of a pass over an operand.
+  pass_rate: float = 3.57e6  # Bytes read and written; of the whole chip.
 
 
 MODEL = Model()
@@ -229,10 +231,12 @@ def _busy(
   ahead = max(getattr(config, "num_stages", 1) - 1, 0.5) * steps_of_slot
   if kernel == direct.NAME:
     ahead = math.inf
+  at_once = has_roles and config.consumers > 1 and not in_turn
+  bookkeeping = model.shared_step if at_once else model.step
   promotion = model.promotion / config.promote if promotes else 0.0
   if splits_lhs:
     of_slot = (model.lhs_split, model.lhs_split_two, model.lhs_split_three)
-    promotion = of_slot[config.consumers - 1] / steps_of_slot - model.step
+    promotion = of_slot[config.consumers - 1] / steps_of_slot - bookkeeping
     promotion *= min(config.tile_n / 64, 1.0)
 
   # The epilogue of a tile. CTAs that share an SM store while others multiply, unless
@@ -247,8 +251,9 @@ def _busy(
   def busy_with(together: int) -> float:
     """Time of as many tiles on one SM, at once: they hide each other's waits."""
     alone = model.solo if not has_roles and together == 1 else 1.0
-    step = max(matrix * alone, supply, model.latency / (together * ahead))
-    step += model.step / together + promotion
+    wait = (model.wait + supply) / (together * ahead)
+    step = soft_max(max(matrix * alone, supply), wait)
+    step += bookkeeping / together + promotion
     return together * (k_steps * step + store / (1 if masked else together))
 
   if in_turn:  # Each tile but the last is stored while the next is multiplied.

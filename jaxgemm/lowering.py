@@ -13,9 +13,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxgemm import plan as plans
 from jaxgemm.device import Device, current_device
+from jaxgemm.launch import run
 from jaxgemm.precision import for_xla
 from jaxgemm.product import Product
-from jaxgemm.recording import record
+from jaxgemm.recording import record, record_plan
 from pallas_kernels import activations, compat
 
 
@@ -136,6 +137,7 @@ def local_product(product: Product, *operands):
   """
   emulated = product.target is not None and product.target.emulate
   plan = local_plan(product, *operands)
+  record_plan(plan)
   if plan.kernel == "xla":
     return xla_product(
         product.replace(out_sharding=None), *operands, cuda=not emulated
@@ -153,10 +155,10 @@ def local_product(product: Product, *operands):
   arrays += [lax.reshape(x, (x.size,)) for x in biases]
   device = planned_device(product)
   assert device is not None
-  if emulated:
-    found = emulated_product(plan, arrays, device)
-  else:
-    found = plans.run(plan, arrays, device)
+  launch = functools.partial(
+      run, plan, device=device, beside_collectives=product.beside_collectives
+  )
+  found = emulated_product(plan, arrays, launch) if emulated else launch(arrays)
   shape = dims.out_shape(lhs.shape, product.factor_shape(factors[0].shape))
   if not product.is_fused:
     return lax.reshape(found, shape)
@@ -181,12 +183,11 @@ def in_emulator(launch: Callable[..., Any], out: Any, operands):
   return jax.pure_callback(host, out, operands)
 
 
-def emulated_product(plan: plans.Plan, operands, device: Device) -> jax.Array:
-  """Runs the kernel in interpret mode."""
+def emulated_product(plan: plans.Plan, operands, launch: Callable[..., Any]):
+  """The results of `launch`, which runs the plan's kernel, in interpret mode."""
   out = jax.ShapeDtypeStruct(plan.problem.out_shape, jnp.dtype(plan.problem.out_dtype))
   if num_saved := plan.problem.epilogue.num_saved:
     out = (out,) * (1 + num_saved)
-  launch = functools.partial(plans.run, plan, device=device)
   return in_emulator(launch, out, tuple(operands))
 
 

@@ -81,7 +81,7 @@ def _partition(product: Product, groups, bind, mesh, operands, result):
   if product.target is not None and product.target.emulate:
     # JAX loses the host callbacks of a partition, so XLA's dot computes the shards.
     product = product.replace(target=None, implementation=None, config=None)
-  product = product.replace(out_sharding=None)
+  product = product.replace(out_sharding=None, beside_collectives=True)
   arrays = [
       ShardedArray.of(dims.names(group), operand)
       for group, operand in zip(groups, operands, strict=True)

@@ -14,7 +14,7 @@ from typing import Any
 from jaxgemm import heuristics, invariance, table, triton_heuristics, user_table
 from jaxgemm.device import Device, supported
 from jaxgemm.precision import ERRORS
-from pallas_kernels import KERNELS, triton
+from pallas_kernels import KERNELS, tiles, triton
 from pallas_kernels.problem import Config, Problem
 
 IMPLEMENTATIONS = (*KERNELS, "xla")
@@ -164,19 +164,6 @@ def check_implementation(implementation: Any, config: Any) -> str | None:
   return implementation
 
 
-def run(plan: Plan, operands, device: Device, interpret=None):
-  """Launches the planned kernel on operands [batch, ., .], as the problem has them."""
-  kernel = KERNELS[plan.kernel]
-  options = {}
-  if plan.kernel == triton.NAME:  # Compiled where it is lowered, maybe for elsewhere.
-    options["compute_capability"] = device.compute_capability
-  # A persistent grid of more CTAs than run at once would run in two waves.
-  at_once = device.ctas_at_once(getattr(plan.config, "cluster", 1))
-  return kernel.launch(
-      operands, plan.problem, plan.config, num_sms=at_once, interpret=interpret, **options
-  )
-
-
 def forget_tables() -> None:
   """Makes the next plan read the user's table anew.
 
@@ -233,7 +220,7 @@ def _named(
       if candidate.kernel == name:
         why = f"{why}; {candidate.reason}"
         return Plan(name, candidate.config, "override", why, problem)
-    config = kernel.Config()
+    config = _default_config(problem, name)
     if name == "split_k":  # The heuristics split no small k, which the caller wants.
       for candidate in found:
         if candidate.kernel == "persistent" and candidate.config.wg_dim != "tile":
@@ -246,6 +233,19 @@ def _named(
   if reason is not None:
     raise ValueError(f"implementation {name!r} cannot serve {problem}: {reason}")
   return Plan(name, config, "override", why, problem)
+
+
+def _default_config(problem: Problem, name: str) -> Config:
+  """That of a kernel which no candidate has, as exact as those."""
+  config = KERNELS[name].Config()
+  if name == triton.NAME:
+    return config
+  tile_k = tiles.swizzle_elems(problem.dtype)
+  promote = heuristics.promotion(problem, tiles.cdiv(problem.k, tile_k))
+  config = dataclasses.replace(config, tile_k=tile_k, promote=promote)
+  if promote and KERNELS[name].supports(problem, config) is not None:
+    return dataclasses.replace(config, tile_m=64)  # Two sums need registers.
+  return config
 
 
 def _why_not(name: str, device: Device | None) -> str | None:

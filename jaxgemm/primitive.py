@@ -127,6 +127,8 @@ def _lower_kernels(ctx, *operands, product: Product):
   """For CUDA (or emulated): the planned kernel, on each device's shards."""
   num_devices, mesh, is_manual = compat.lowering_mesh(ctx)
   if num_devices == 1:
+    if is_manual:
+      product = product.replace(beside_collectives=True)
     function = functools.partial(local_product, product)
   elif mesh is not None and not is_manual and jax.config.jax_use_shardy_partitioner:
     record_partitioned()

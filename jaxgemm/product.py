@@ -55,6 +55,7 @@ class Product:
     must_serve: whether the named implementation must serve or is only preferred, as
       for a gradient, whose problem the user did not choose it for.
     batch_invariant: whether a row's result must not depend on other rows.
+    beside_collectives: whether those of other devices may run at the same time.
     target: the device to plan for; None for the device that runs it.
     out_sharding: sharding of the result on an explicit mesh, or None.
   """
@@ -75,6 +76,7 @@ class Product:
   config: Config | None = None
   must_serve: bool = True
   batch_invariant: bool = False
+  beside_collectives: bool = False
   target: Target | None = None
   out_sharding: Any = None
 

@@ -6,12 +6,15 @@ batching and folding, and of the shards that one device computes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 import contextlib
 import dataclasses
+from typing import Any
 
 import jax
 
+from jaxgemm.contexts import current_target
 from jaxgemm.device import Device
 from pallas_kernels.problem import Problem
 
@@ -24,6 +27,8 @@ class Recording:
     problems: each with its device (None: one that the kernels do not know), once, in
       the order of the first request. Products with an `implementation` are not among
       them: their kernel is not ours to choose.
+    plans: each with the number of places in the lowered program that have it, in the
+      order of the first.
     partitioned: whether a product is left to XLA's partitioner, which asks for the
       plans of its shards as it compiles.
   """
@@ -31,6 +36,7 @@ class Recording:
   problems: dict[tuple[Problem, Device | None], None] = dataclasses.field(
       default_factory=dict
   )
+  plans: Counter[Any] = dataclasses.field(default_factory=Counter)
   partitioned: bool = False
 
 
@@ -50,6 +56,28 @@ def recording() -> Iterator[Recording]:
   finally:
     # By identity: another thread may have begun an equal recording meanwhile.
     _active[:] = [active for active in _active if active is not found]
+
+
+def recorded(fn: Callable[..., Any], *args: Any) -> Recording:
+  """What is asked for while a function is traced and lowered; it does not run.
+
+  Where jit shards products by itself, XLA compiles it, too. Its arguments may be
+  jax.ShapeDtypeStructs.
+  """
+  target = current_target()
+  abroad = target is not None and not target.emulate and jax.default_backend() != "gpu"
+  jitted = fn if isinstance(fn, jax.stages.Wrapped) else jax.jit(fn)
+  with recording() as found:
+    lowered = jitted.trace(*args).lower(lowering_platforms=("cuda",) if abroad else None)
+    if found.partitioned:
+      lowered.compile()
+  return found
+
+
+def record_plan(plan: Any) -> None:
+  """Notes a plan that is lowered."""
+  for active in _active:
+    active.plans[plan] += 1
 
 
 def record(problem: Problem, device: Device | None) -> None:

@@ -23,6 +23,7 @@ from jaxgemm.api import matmul, named_kernel
 from jaxgemm.arguments import as_array, as_dtype, check_real
 from jaxgemm.contexts import current_target
 from jaxgemm.device import current_device
+from jaxgemm.launch import run
 from jaxgemm.lowering import emulated_product
 from jaxgemm.quantisation import (
   FLOAT8,
@@ -33,6 +34,7 @@ from jaxgemm.quantisation import (
   quantise,
   rounded,
 )
+from jaxgemm.recording import record_plan
 from pallas_kernels.problem import OUT_DTYPES, SCALE_BLOCK, Config, Epilogue, Problem
 
 _ALGORITHMS = {
@@ -302,12 +304,14 @@ def _planned(lhs, rhs, rows, cols, scaling: str, options: _Options) -> jax.Array
   plan = plans.make_plan(
       problem, device, implementation=options.implementation, config=options.config
   )
+  record_plan(plan)
   if plan.kernel == "xla":
     return xla(lhs, rhs, rows, cols)
+  launch = functools.partial(run, plan, device=device)
   if target is not None and target.emulate:
-    return emulated_product(plan, (lhs, rhs, rows, cols), device)
+    return emulated_product(plan, (lhs, rhs, rows, cols), launch)
   return lax.platform_dependent(
-      lhs, rhs, rows, cols, cuda=lambda *x: plans.run(plan, x, device), default=xla
+      lhs, rhs, rows, cols, cuda=lambda *x: launch(x), default=xla
   )
 
 

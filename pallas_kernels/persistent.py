@@ -48,6 +48,7 @@ from pallas_kernels import (
   tiles,
 )
 from pallas_kernels import ring as rings
+from pallas_kernels.cluster_grid import ClusterGrid
 from pallas_kernels.exchange import Exchange
 from pallas_kernels.problem import PersistentConfig, Problem
 
@@ -83,11 +84,15 @@ def make_ring(
 
 
 def launch(
-    operands, problem: Problem, config: PersistentConfig, *, num_sms: int, interpret=None
+    operands, problem: Problem, config: PersistentConfig, *, num_sms: int,
+    rounds: int = 1, interpret=None,
 ) -> jax.Array:
-  """Returns the result [batch, m, n]; operands as `problem` stores them."""
+  """Returns the result [batch, m, n]; operands as `problem` stores them.
+
+  `rounds`: see `ClusterGrid`.
+  """
   return guarded(
-      functools.partial(_launch, num_sms=num_sms, interpret=interpret),
+      functools.partial(_launch, num_sms=num_sms, rounds=rounds, interpret=interpret),
       operands, problem, config, supports,
   )
 
@@ -117,8 +122,8 @@ def guarded(
 
 
 def _launch(
-    operands, *, problem: Problem, config: PersistentConfig, num_sms: int, interpret,
-    split: halves.Halves | None,
+    operands, *, problem: Problem, config: PersistentConfig, num_sms: int, rounds: int,
+    interpret, split: halves.Halves | None,
 ) -> jax.Array:
   operands = _apart(operands, problem)
   call = calls.make_call(
@@ -128,7 +133,7 @@ def _launch(
   )
   return run(
       call, specialised.multiplied(problem, config), config, name=NAME, num_sms=num_sms,
-      k_steps=tiles.cdiv(problem.k, config.tile_k),
+      k_steps=tiles.cdiv(problem.k, config.tile_k), rounds=rounds,
   )
 
 
@@ -150,7 +155,7 @@ def swapped(operands, config: PersistentConfig):
 
 def run(
     call: calls.Call, problem: Problem, config: PersistentConfig, *, name: str,
-    num_sms: int, k_steps: int, copies: int = 1,
+    num_sms: int, k_steps: int, copies: int = 1, rounds: int = 1,
     operand_origin: Callable[..., Any] = lambda batch: (batch, 0),
     exchange: Exchange | None = None,
 ) -> jax.Array:
@@ -169,7 +174,7 @@ def run(
     lost = split.lost * config.tile_k / 64
   in_blocks = call.result.epilogue.scaling == "blocks"
   teams = specialised.num_teams(config)
-  grid = ClusterGrid.of(problem, config, num_sms=num_sms, copies=copies)
+  grid = ClusterGrid.of(problem, config, num_sms=num_sms, copies=copies, rounds=rounds)
 
   def _kernel(lhs_gmem, rhs_gmem, c_gmem, out_gmem, refs):
     wg = lax.axis_index("wg")
@@ -290,47 +295,3 @@ def wg_share(config: PersistentConfig, wg) -> Share:
   if config.wg_dim == "tile":
     return Share(0, 0)
   return Share(wg * wg_m, 0) if config.wg_dim == "m" else Share(0, wg * wg_n)
-
-
-@dataclasses.dataclass(frozen=True)
-class ClusterGrid:
-  """Clusters of CTAs that walk over copies x batch x (output tiles)."""
-
-  config: PersistentConfig
-  tile_n: int  # Columns of the result.
-  tiles_m: int  # Tiles of a cluster along m.
-  tiles_n: int
-  num_tiles: int  # Over the batch.
-  num_clusters: int
-
-  @classmethod
-  def of(cls, problem: Problem, config, *, num_sms: int, copies: int = 1) -> ClusterGrid:
-    """The grid of `problem`, every tile of which is done `copies` times."""
-    tiles_m = tiles.cdiv(problem.m, config.tile_m * config.cluster_m)
-    tile_n = config.tile_n // (1 + problem.epilogue.gated)
-    tiles_n = tiles.cdiv(problem.n, tile_n * config.cluster_n)
-    num_tiles = copies * problem.batch * tiles_m * tiles_n
-    num_clusters = min(num_tiles, max(1, num_sms // config.cluster))
-    return cls(config, tile_n, tiles_m, tiles_n, num_tiles, num_clusters)
-
-  def local_count(self):
-    """Tiles of this CTA."""
-    left = self.num_tiles - lax.axis_index("cta") + self.num_clusters - 1
-    return lax.div(left, jnp.int32(self.num_clusters))
-
-  def locate(self, local):
-    """(batch, m, n) of this CTA's `local`-th tile; m and n in elements."""
-    config = self.config
-    index = lax.axis_index("cta") + local * self.num_clusters
-    per_batch = self.tiles_m * self.tiles_n
-    batch = lax.div(index, jnp.int32(per_batch))
-    mi, ni = tiles.tile_order(
-        index - batch * per_batch, self.tiles_m, self.tiles_n,
-        config.grid_minor, config.grid_width,
-    )
-    rank = lax.axis_index("cluster")
-    if config.cluster_m > 1:
-      mi = mi * config.cluster_m + rank
-    if config.cluster_n > 1:
-      ni = ni * config.cluster_n + rank
-    return batch, mi * config.tile_m, ni * self.tile_n

@@ -155,13 +155,15 @@ def baseline_error(problem: Problem, operands) -> float:
   )
 
 
-def emulate(kernel: str, problem: Problem, config, operands, *, num_sms=4) -> jax.Array:
+def emulate(
+    kernel: str, problem: Problem, config, operands, *, num_sms=4, **options
+) -> jax.Array:
   """The kernel's result in GPU interpret mode; raises if it raced."""
   module = KERNELS[kernel]
   assert module.supports(problem, config) is None
   return compat.run_interpreted(
       lambda params: module.launch(
-          operands, problem, config, num_sms=num_sms, interpret=params
+          operands, problem, config, num_sms=num_sms, interpret=params, **options
       )
   )
 

@@ -415,6 +415,11 @@ OF_PLANS: dict[str, Case] = {
     "explain: a shape alone": (explain(A, (16, 4)), TypeError, "explain: b is of type"),
     "explain: keys": (
         lambda: jaxgemm.explain(keys(), A), TypeError, "explain: a is of dtype key<fry>"),
+    "explain: one operand": (
+        explain(A), TypeError, "explain: a product has two operands, not 1"),
+    "explain: an option of a function": (
+        explain(jnp.matmul, A, B, implementation="xla"), TypeError,
+        "explain: implementation is that of a product, and a is a function"),
     "explain: k": (explain(A, A), TypeError, "explain: a has shape .* k is the last"),
     "explain: no such kernel": (
         explain(A, B, implementation="fast"), ValueError, "'fast' is unknown"),

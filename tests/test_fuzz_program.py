@@ -206,7 +206,7 @@ def test_program_goes_on_after_failures(tmp_path, monkeypatch, capsys):
       raise RuntimeError("out of luck\nand more")
     return np.zeros(plan.problem.out_shape, plan.problem.out_dtype)
 
-  monkeypatch.setattr(plans, "run", broken)
+  monkeypatch.setattr(fuzz_judge, "run", broken)
   with pytest.raises(SystemExit) as exit_info:
     run_program(tmp_path, monkeypatch, "--seed=1", "--first=1", "--count=2")
   assert exit_info.value.code == 1

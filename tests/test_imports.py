@@ -19,10 +19,10 @@ LAYERS = (
     ("device", "arguments"),
     ("cost_model",),
     ("xla_times",),
-    ("contexts", "table", "heuristics", "dims", "precision", "reference", "recording",
-     "quantisation"),
-    ("triton_heuristics", "user_table", "invariance"),
+    ("contexts", "table", "heuristics", "dims", "precision", "reference", "quantisation"),
+    ("triton_heuristics", "user_table", "invariance", "recording"),
     ("plan", "product", "checkpoint_policies"),
+    ("launch", "explaining"),
     ("lowering",),
     ("partitioning",),
     ("passes",),
@@ -34,8 +34,8 @@ LAYERS = (
     ("__init__",),
 )
 KERNEL_IMPORTERS = {
-    "cost_model", "cotangents", "heuristics", "invariance", "losses", "plan", "table",
-    "triton_heuristics", "user_table", "xla_times",
+    "cost_model", "cotangents", "heuristics", "invariance", "launch", "losses", "plan",
+    "table", "triton_heuristics", "user_table", "xla_times",
 }
 # A checkout has suites to tune for; a wheel has none, and must not miss them.
 SUITES_IMPORTER = ROOT / "jaxgemm" / "autotune" / "problems.py"

@@ -13,6 +13,8 @@ from pallas_kernels import MOSAIC_KERNELS as KERNELS
 from tests.kernel_cases import LAYOUTS
 from tests.product_cases import normal
 
+# They take gigabytes: in one process, whatever the number.
+MEMORY = pytest.mark.xdist_group("memory")
 EDGES = [(0, 5, 3), (5, 0, 3), (5, 3, 0), (0, 0, 0), (1, 1, 1), (1, 70, 1), (70, 1, 9)]
 
 
@@ -73,12 +75,14 @@ def _check(m: int, n: int, k: int, layouts: str = "NN", batch: int = 0, **option
     assert ours <= limit, row
 
 
+@MEMORY
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_gpu_results_of_more_than_2_to_the_31(kernel):
   _check(46400, 46400, 64 if kernel != "split_k" else 256, implementation=kernel)
 
 
+@MEMORY
 @pytest.mark.gpu
 @pytest.mark.parametrize("layouts", LAYOUTS)
 @pytest.mark.parametrize("size", [(65600, 64, 32800), (64, 65600, 32800)], ids=str)
@@ -86,6 +90,7 @@ def test_gpu_operands_of_more_than_2_to_the_31(size, layouts):
   _check(*size, layouts)
 
 
+@MEMORY
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if kernel != "direct"])
 @pytest.mark.parametrize("layouts", ["NN", "TT"])
@@ -93,6 +98,7 @@ def test_gpu_a_million_terms(kernel, layouts):
   _check(264, 136, 1_000_000, layouts, implementation=kernel)
 
 
+@MEMORY
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_gpu_more_than_2_to_the_16_tiles_and_batches(kernel):
@@ -101,6 +107,7 @@ def test_gpu_more_than_2_to_the_16_tiles_and_batches(kernel):
   _check(16, 24, k, batch=65_600, implementation=kernel)
 
 
+@MEMORY
 @pytest.mark.gpu
 @pytest.mark.parametrize("layouts", LAYOUTS)
 def test_gpu_strides_at_the_limits_of_tma(layouts):
@@ -110,6 +117,7 @@ def test_gpu_strides_at_the_limits_of_tma(layouts):
   _check(8, 8, 1 << 24, layouts)
 
 
+@MEMORY
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("kernel", KERNELS)

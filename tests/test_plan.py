@@ -172,11 +172,21 @@ def test_the_tables_that_we_ship_are_valid():
     table.parse(json.loads(path.read_text(encoding="utf-8")), kinds[path.name])
 
 
+@pytest.mark.parametrize("kernel", ["blocked", "direct", "persistent", "pipelined"])
+@pytest.mark.parametrize("size", [(8, 225, 2832), (8192, 4096, 2832)], ids=str)
+def test_a_named_kernel_is_as_exact_as_its_candidates(kernel, size):
+  """Also where the heuristics list none of it: fuzz found direct's default config."""
+  problem = Problem(*size, out_dtype="float32")
+  chosen = plan.make_plan(problem, H200, implementation=kernel)
+  assert chosen.config.promote == 4
+  assert KERNELS[kernel].supports(problem, chosen.config) is None
+
+
 def test_multicast_is_weighed_where_rows_are_slow_to_fetch():
   clusters = lambda m, n, k: {
       (c.config.cluster_m, c.config.cluster_n)
       for c in heuristics.candidates(Problem(m, n, k), H200)
-      if c.kernel == "persistent"
+      if c.kernel == "persistent" and not c.config.swap
   }
   assert {(1, 1), (4, 1), (1, 4)} <= clusters(2048, 2048, 4104)
   assert clusters(2048, 2048, 4096) <= {(1, 1), (2, 1)}
@@ -272,6 +282,31 @@ def test_explain_says_how_exact_it_is(capsys):
       KERNELS[c.kernel].supports(chosen.problem, c.config) is None
       for c in heuristics.candidates(chosen.problem, H200) if c.kernel != "xla"
   )
+
+
+def test_explain_tells_of_all_products_of_a_function(capsys):
+  def loss(x, w, v):
+    h = jaxgemm.linear(x, w, activation="gelu")
+    out = jaxgemm.matmul(jaxgemm.matmul(h, v), v, implementation="blocked")
+    return jnp.sum(jnp.sin(out))
+
+  shapes = [_shape(512, 256), _shape(256, 384), _shape(384, 384)]
+  with jaxgemm.target("NVIDIA H200"):
+    found = jaxgemm.explain(jax.grad(loss, (0, 1, 2)), *shapes)
+  # Three forward, and two gradients of each.
+  printed = capsys.readouterr().out
+  assert "loss: 9 of 9 planned products on kernels of jaxgemm" in printed
+  assert len(found) == len(set(found)) == 9
+  assert str(found[0].problem.epilogue) == " + gelu + saved"
+  assert {one.problem.layouts for one in found} == {"NN", "NT", "TN"}
+  assert "1 x 512x384x256 NN bfloat16->bfloat16 + gelu + saved: " in printed
+  assert "  override: implementation='blocked'" in printed
+  assert all(one.reason in printed for one in found)
+
+
+def test_explain_without_a_device_plans_nothing(capsys):
+  assert jaxgemm.explain(jaxgemm.matmul, _shape(8, 8), _shape(8, 8)) == []
+  assert "matmul: 0 of 0" in capsys.readouterr().out
 
 
 def test_explain_says_why_xla(capsys):

@@ -20,7 +20,7 @@ from jaxgemm.autotune import progress, timing
 from jaxgemm.autotune.measure import Choice, Job, Measure, Measurement
 from jaxgemm.contexts import current_target
 from jaxgemm.device import Device, current_device, portable, supported
-from jaxgemm.recording import recording
+from jaxgemm.recording import recorded
 from jaxgemm.table import Row
 from pallas_kernels.problem import Problem
 
@@ -155,13 +155,7 @@ def measuring_device(measure: Measure | None = None) -> Device:
 
 def collect(fn: Callable[..., Any], *args: Any, device: Device) -> list[Problem]:
   """The problems of a function on this device, in the order of their lowering."""
-  target = current_target()
-  abroad = target is not None and not target.emulate and jax.default_backend() != "gpu"
-  jitted = fn if isinstance(fn, jax.stages.Wrapped) else jax.jit(fn)
-  with recording() as found:
-    lowered = jitted.trace(*args).lower(lowering_platforms=("cuda",) if abroad else None)
-    if found.partitioned:
-      lowered.compile()
+  found = recorded(fn, *args)
   return [problem for problem, where in found.problems if where == device]
 
 
