@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 from experiments import fuzz, fuzz_draws, fuzz_guards, fuzz_judge
-from jaxgemm import plan as plans
 from jaxgemm import reference
 from jaxgemm.plan import Plan
 from pallas_kernels import KERNELS, MOSAIC_KERNELS

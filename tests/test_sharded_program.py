@@ -31,9 +31,9 @@ def run(tmp_path, *arguments) -> list[dict]:
   return rows_of(tmp_path / "sharded.jsonl")
 
 
-def check(rows, num_devices):
+def check(rows, num_devices, modes=("tensor", "data")):
   assert [row["name"] for row in rows] == [
-      f"llama tensor {num_devices}", f"llama data {num_devices}"
+      f"llama {mode} {num_devices}" for mode in modes
   ]
   for row in rows:
     assert row["collectives"] == row["xla_collectives"] != {}
@@ -54,14 +54,14 @@ def test_a_process_for_each_device(tmp_path):
     found.bind(("localhost", 0))
     port = found.getsockname()[1]
   command = [sys.executable, "-m", "experiments.sharded", f"--output={tmp_path}",
-             f"--coordinator=localhost:{port}", "--processes=2"]
+             f"--coordinator=localhost:{port}", "--processes=2", "--modes=tensor"]
   environment = {"PATH": "", "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
   running = [
       subprocess.Popen([*command, f"--process={i}"], cwd=ROOT, env=environment)
       for i in range(2)
   ]
   assert [process.wait(timeout=240) for process in running] == [0, 0]
-  check(rows_of(tmp_path / "sharded.jsonl"), 2)
+  check(rows_of(tmp_path / "sharded.jsonl"), 2, ["tensor"])
 
 
 def test_one_device_cannot_share(monkeypatch, tmp_path):
