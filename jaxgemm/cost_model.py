@@ -3,7 +3,8 @@
 The model follows what the chip does with it:
 
   step      one k tile of one CTA: the tensor cores, or the way from the L2 into
-            shared memory, whichever takes longer
+            shared memory, whichever takes longer, and a part of the wait for a slot
+            that is not filled in time
   tile      its steps, then the epilogue, unless another consumer's steps hide it
   CTA, SM   the tiles that fall to one SM, one after the other; the slowest SM
             counts, so a last wave that is not full costs as much as a full one
