@@ -17,14 +17,29 @@ FULL = (128, 256, 192)
 RAGGED = (133, 203, 141)  # Odd, and no multiple of any tile.
 
 
-@pytest.mark.parametrize("size", mostly_slow([RAGGED, FULL]), ids=["ragged", "full"])
-@pytest.mark.parametrize("layouts", mostly_slow(list(LAYOUTS)[::-1]))
-@pytest.mark.parametrize(("kernel", "dtype"), kernel_cases.KERNELS_AND_DTYPES)
-def test_layouts_and_dtypes(kernel, layouts, dtype, size):
+@pytest.mark.parametrize(
+    "operands",
+    mostly_slow([
+        *((layouts, RAGGED) for layouts in list(LAYOUTS)[::-1]), ("NN", FULL),
+        ("TT", FULL),
+    ]),
+    ids=str,
+)
+@pytest.mark.parametrize(
+    ("kernel", "dtype"), [x for x in kernel_cases.KERNELS_AND_DTYPES if x[1] != "float16"]
+)
+def test_layouts_and_dtypes(kernel, dtype, operands):
+  layouts, size = operands
   check(kernel, make_problem(*size, layouts, dtype), small_config(kernel, dtype))
 
 
-@pytest.mark.parametrize("out_dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_float16(kernel):
+  check(kernel, make_problem(*RAGGED, "TN", "float16"), small_config(kernel, "float16"))
+
+
+@pytest.mark.parametrize("out_dtype", mostly_slow(["float32", "bfloat16", "float16"]))
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_out_dtypes(kernel, out_dtype):
   problem = make_problem(130, 96, 128, dtype="float16", out_dtype=out_dtype)
@@ -40,7 +55,7 @@ def test_promoted_sums(kernel, promote):
   check(kernel, make_problem(130, 96, 64 * 5, out_dtype="float32"), config)
 
 
-@pytest.mark.parametrize("c_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("c_dtype", mostly_slow(["float32", "bfloat16"]))
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_alpha_beta_c(kernel, c_dtype):
   problem = make_problem(133, 203, 128, epilogue=Epilogue(-0.5, 2.0, c_dtype))
@@ -92,7 +107,7 @@ def test_operands_in_chunks(fields):
   check("persistent", problem, small_config("persistent", **fields), num_sms=2)
 
 
-@pytest.mark.parametrize("layouts", mostly_slow(list(LAYOUTS)))
+@pytest.mark.parametrize("layouts", mostly_slow(["NN", "TT"]))
 @pytest.mark.parametrize("fields, m, n", kernel_cases.SWAPPED_TILES, ids=str)
 def test_swapped_operands(fields, m, n, layouts):
   """Tiles of any multiple of 16 rows of the result, of 64 where lhs is m-major."""
@@ -139,9 +154,9 @@ def test_many_short_tiles_a_cta(wg_dim, tile_n):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layouts", ["NN", "TT"])
 @pytest.mark.parametrize("fields, n", kernel_cases.WIDE_TILES, ids=str)
-def test_wide_tiles(fields, n, layouts):
+def test_wide_tiles(fields, n):
+  layouts = "TT" if n % 8 else "NN"
   config = small_config("persistent", **fields)
   check("persistent", make_problem(260, n, 136, layouts), config, num_sms=2)
 
@@ -192,8 +207,10 @@ def test_split_k(splits):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wg_dim", ["m", "n"])
-@pytest.mark.parametrize(("splits", "cluster_k"), [(2, 2), (6, 2), (3, 3), (8, 4)])
+@pytest.mark.parametrize(
+    ("splits", "cluster_k", "wg_dim"),
+    [(2, 2, "n"), (6, 2, "m"), (3, 3, "n"), (8, 4, "m")],
+)
 def test_split_k_within_clusters(splits, cluster_k, wg_dim):
   """Sums through distributed shared memory, then over clusters; several tiles a CTA."""
   problem = make_problem(

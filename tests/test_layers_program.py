@@ -65,14 +65,14 @@ def test_sizes_that_are_none(size, tmp_path):
 
 @pytest.mark.slow
 def test_blocks_of_models(tmp_path):
-  rows = run(tmp_path, "--blocks=llama_t8,vit", program=models)
+  rows = run(tmp_path, "--blocks=llama_t1,vit", program=models)
   assert [row["direction"] for row in rows] == ["forward", "both"]
   for row in rows:
     assert 0 < row["error"] <= 2 * row["xla_error"] and row["memory_bytes"] > 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", models.SMALL)
+@pytest.mark.parametrize("name", ["llama", "llama_t8", "vit"])
 def test_both_ways_of_a_block_agree(name):
   block = models.SMALL[name]()
   values = blocks.draw(block, 0, "float32")

@@ -43,6 +43,7 @@ def _walks(grid: ClusterGrid, cluster: int) -> list[list[tuple[int, int, int]]]:
   ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounds", [1, 3, 100])
 @pytest.mark.parametrize(
     ("num_sms", "fields"), [(1, {}), (5, {}), (8, dict(cluster_m=2)), (64, {})], ids=str

@@ -152,7 +152,7 @@ def test_select():
   cases = suites.demo_suite(False)
   assert suites.select(cases, None, None) == cases
   kept = suites.select(cases, ["NT"], ["float32"])
-  assert [case.name for case in kept] == ["8x256x256 NT float32"]
+  assert [case.name for case in kept] == ["8x128x192 NT float32"]
   kept = suites.select(cases, classes=["batched", "odd"])
   assert [case.klass for case in kept] == ["odd", "batched"]
 
