@@ -18,8 +18,9 @@ import jax
 import pytest
 
 from experiments import sanitize, sanitize_cases
-from experiments.sanitize import Finding, Run
+from experiments.sanitize import Run
 from experiments.sanitize_cases import CASES
+from experiments.sanitize_reports import EXPLAINED, Finding, explain, parse
 from pallas_kernels import KERNELS, triton
 
 pytestmark = pytest.mark.slow  # The other JAX version need not run them too.
@@ -227,17 +228,17 @@ def ended(output: str, case: str, said: str) -> str:
          "skipped nowhere"],
 )
 def test_reports_become_findings(tool, output, findings):
-  assert sanitize.parse(tool, output) == findings
+  assert parse(tool, output) == findings
 
 
 def test_rows_and_their_table():
   rows = sanitize.rows_of(
       "memcheck", ["persistent nn", "halves", "blocked", "x3"],
-      sanitize.parse("memcheck", MEMCHECK), MEMCHECK,
+      parse("memcheck", MEMCHECK), MEMCHECK,
   )
   assert [len(row.findings) for row in rows] == [1, 1, 0, 0]
   assert [row.ran for row in rows] == [True, True, True, False]
-  rows += sanitize.rows_of("racecheck", ["blocked"], sanitize.parse("racecheck", ""), "")
+  rows += sanitize.rows_of("racecheck", ["blocked"], parse("racecheck", ""), "")
   lines = [line.split() for line in sanitize.table(rows).splitlines()]
   assert lines[0] == ["case", "memcheck", "racecheck"]
   assert lines[2:] == [
@@ -249,7 +250,7 @@ def test_rows_and_their_table():
 
 
 def reasons(tool: str, *findings: Finding) -> list[bool]:
-  return [finding.reason is not None for finding in sanitize.explain(tool, findings)]
+  return [finding.reason is not None for finding in explain(tool, findings)]
 
 
 def test_what_tma_wrote_is_explained():
@@ -301,7 +302,7 @@ def test_an_overflow_fails_no_later_case():
   output = ended(CLEAN.replace("case: b", "case: split_lhs swap\ncase: b"),
                  "split_lhs swap", said)
   names = ["split_lhs swap", "blocked", "pipelined"]
-  rows = sanitize.rows_of("initcheck", names, sanitize.parse("initcheck", output), output)
+  rows = sanitize.rows_of("initcheck", names, parse("initcheck", output), output)
   assert sanitize.failures(rows) == []
   assert [sum(finding.count for finding in row.findings) for row in rows] == [258, 0, 0]
   assert "0 (258 explained)" in sanitize.table(rows)
@@ -512,7 +513,7 @@ def test_explained_findings_do_not_fail(tmp_path, monkeypatch, capsys):
   rows = run(tmp_path, "--tools=initcheck", "--cases=split_k")
   found = [finding for row in rows for finding in row["findings"]]
   assert [(x["case"], x["count"]) for x in found] == [("split_k", 2), ("split_k", 1)]
-  explanation = sanitize.EXPLAINED[0]
+  explanation = EXPLAINED[0]
   assert found[0]["reason"] == explanation.reason and found[1]["reason"]
   out = capsys.readouterr().out
   assert "0 (3 explained)" in out and f"explained: {explanation.reason}\n" in out
