@@ -8,6 +8,7 @@ The model follows what the chip does with it:
   tile      its steps, then the epilogue, unless another consumer's steps hide it
   CTA, SM   the tiles that fall to one SM, one after the other; the slowest SM
             counts, so a last wave that is not full costs as much as a full one
+  power     where that takes more energy than the chip may use in this time, clocks fall
   chip      the time of the memory for the bytes that must move, short rows at more
             than their bytes
   extra     passes of their own: padding, rounding to TF32, adding partial sums
@@ -62,6 +63,8 @@ class Model:
   lhs_split_two: float = 0.37  # The same, by two at once.
   lhs_split_three: float = 0.30
   exchange_rate: float = 8.16e3  # Through distributed shared memory.
+  energy: float = 1.18  # Of an operation, at the highest clocks: 1 is what power allows.
+  fill_energy: float = 12.6  # The same, of an element on its way into shared memory.
   memory: float = 1.04  # Share of the bandwidth that a product reaches.
   apart: float = 0.149  # What the memory loses where k is split: rows far apart.
   reduce: float = 3.4  # Launch of the kernel that adds the parts of split-k.
@@ -163,6 +166,7 @@ def estimate(
       supply=_supply(problem, config, model, costs, loaded, loads),
       splits_lhs=splits_lhs,
   )
+  busy = _limited(busy, _energy(problem, config, device, model, num_products))
   memory = _memory(problem, device, model, memory_costs, tiles_m, tiles_n, weights)
   memory *= 1 + model.apart * (1 - 1 / splits)
   main = model.latency + soft_max(busy, memory)
@@ -264,6 +268,42 @@ def _busy(
   resident = 1 if has_roles else _resident(problem, kernel, config)
   rounds, rest = divmod(per_sm, resident)
   return rounds * busy_with(resident) + (busy_with(rest) if rest else 0.0)
+
+
+def sustained_us(
+    time_us: float, problem: Problem, config: Config, device: Device,
+    model: Model = MODEL,
+) -> float:
+  """The time under a load that lasts, of what takes `time_us` in turns with others.
+
+  Those that share their clocks with others do not pay for the energy that they take.
+  """
+  split = parts.of(problem, config)
+  multiplied = _multiplied(problem, config)
+  products = split.num_products if split else 1
+  return _limited(time_us, _energy(multiplied, config, device, model, products))
+
+
+def _energy(
+    problem: Problem, config: Config, device: Device, model: Model, num_products: int
+) -> float:
+  """The time in which the chip may use the energy of the product.
+
+  What lies beyond the result are zeros, which cost little.
+  """
+  elements = 1 / config.tile_m + 1 / config.tile_n  # Fetched for each multiplication.
+  ideal = problem.flops * num_products / (device.tflops(problem.dtype) * 1e6)
+  return ideal * model.energy * (1 + model.fill_energy * elements)
+
+
+def _limited(busy: float, energy: float) -> float:
+  """The time of what is busy for `busy` at the highest clocks.
+
+  A slower clock needs a lower voltage, and so less energy: time grows by the root of the
+  energy only. On an H200, of configs that each ran alone until clocks settled, by its
+  power of 0.5 (12 problems, 8 to 19 configs each; off by 1.5%, root mean square).
+  """
+  return math.sqrt(busy * max(busy, energy))
 
 
 def _memory(

@@ -13,8 +13,8 @@ from typing import Any
 import jax
 from jax import lax
 
+from jaxgemm import cost_model, user_table
 from jaxgemm import plan as plans
-from jaxgemm import user_table
 from jaxgemm.autotune import measure as gpu
 from jaxgemm.autotune import progress, timing
 from jaxgemm.autotune.measure import Choice, Job, Measure, Measurement
@@ -82,7 +82,8 @@ def autotune(
   The function is traced and lowered, not run. Every product of jaxgemm that it comes
   to, those of its gradients and of each device's shards included, is measured on
   random operands under XLA and the heuristics' best candidates, each checked first.
-  The winners go into the user's table, which later processes read by themselves:
+  The winners, those that are the fastest under a load that lasts (see
+  `cost_model.sustained_us`), go into the user's table, which later processes read by themselves:
   the folder $JAXGEMM_CACHE_DIR, or the platform's cache folder for jaxgemm.
 
   If a plan changes, JAX's caches are cleared: functions already jitted are traced
@@ -190,7 +191,7 @@ def tune(
             for choice, one in zip(job.choices, found, strict=True)
             if one.failure is not None
         )
-        row = _winner(job, found, command)
+        row = _winner(job, found, command, device)
         if row is not None:
           rows[problem] = row
           user_table.store([row], device.kind)
@@ -236,7 +237,9 @@ def make_job(plan: plans.Plan, device: Device, max_candidates: int) -> Job | Non
   return Job(plan.problem, tuple(choices)) if len(choices) > 1 else None
 
 
-def _winner(job: Job, found: Sequence[Measurement], command: str) -> Row | None:
+def _winner(
+    job: Job, found: Sequence[Measurement], command: str, device: Device
+) -> Row | None:
   """The row of the fastest kernel; of XLA, if it is faster by more than the noise."""
   timed = {
       choice: one.times_us
@@ -248,7 +251,11 @@ def _winner(job: Job, found: Sequence[Measurement], command: str) -> Row | None:
     return None
   medians = {choice: statistics.median(times) for choice, times in timed.items()}
   kernels = [choice for choice in timed if choice != xla]
-  best = min(kernels, key=medians.__getitem__, default=xla)
+
+  def sustained_us(choice: Choice) -> float:
+    return cost_model.sustained_us(medians[choice], job.problem, choice.config, device)
+
+  best = min(kernels, key=sustained_us, default=xla)
   noise = timing.spread(timed[best]) + timing.spread(timed[xla])
   if medians[best] - medians[xla] > noise:
     best = xla
