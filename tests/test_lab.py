@@ -8,9 +8,10 @@ import pathlib
 import re
 import subprocess
 import sys
+import threading
 import types
 
-from absl import flags
+from absl import app, flags
 from absl.testing import flagsaver
 from lab_cases import CPU, lab, made_up_rows, made_up_time
 import pytest
@@ -202,9 +203,10 @@ def test_what_fails_the_gate_is_named(tmp_path, monkeypatch, capsys):
 def test_each_of_several_questions_has_a_process(tmp_path, monkeypatch, capfd):
   """One that dies is named, the others are asked, and the page has what there is."""
   commands = []
+  monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
-  def run(command, *, check):
-    assert not check
+  def run(command, *, check, env):
+    assert not check and "CUDA_VISIBLE_DEVICES" not in env
     name = command[-1].removeprefix("--only=")
     commands.append(command)
     lines = [row.to_json() + "\n" for row in made_up_rows(name, quick=True)]
@@ -242,6 +244,40 @@ def test_each_of_several_questions_has_a_process(tmp_path, monkeypatch, capfd):
   error = capfd.readouterr().err
   assert "failed:\nladder: exit status 1\npage: ValueError: " in error
   assert "lab_ladder.jsonl, line 21: " in error
+
+
+def test_questions_are_shared_out_over_gpus(tmp_path, monkeypatch, capfd):
+  """Two at once, never on one GPU; rows that may not be whole are not on the page."""
+  both, busy, most = threading.Barrier(2, timeout=20), set(), []
+
+  def run(command, *, check, env):
+    del check
+    name, gpu = command[-1].removeprefix("--only="), env["CUDA_VISIBLE_DEVICES"]
+    assert gpu in ("5", "7") and gpu not in busy
+    busy.add(gpu)
+    text = "".join(row.to_json() + "\n" for row in made_up_rows(name, quick=True))
+    path = tmp_path / f"lab_{name}.jsonl"
+    if name == "ladder":
+      path.write_text(text[:-9], encoding="utf-8")  # What it is writing.
+    if name in ("ladder", "caching"):
+      both.wait()
+    path.write_text(text, encoding="utf-8")
+    most.append(len(busy))
+    busy.remove(gpu)
+    return subprocess.CompletedProcess(command, int(name == "stages"))
+
+  monkeypatch.setattr(program.subprocess, "run", run)
+  monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+  with pytest.raises(SystemExit):
+    _run(tmp_path, "--only=ladder,caching,stages,splits", "--quick", "--gpus=2")
+  assert capfd.readouterr().err.endswith("failed:\nstages: exit status 1\n")
+  assert max(most) == 2 and not busy
+  text = (tmp_path / "lab.html").read_text(encoding="utf-8")
+  for name in ("ladder", "caching", "stages", "splits"):
+    assert f'<section id="{name}">' in text
+
+  with pytest.raises(app.UsageError, match="--gpus=3, and CUDA_VISIBLE_DEVICES=5,7"):
+    _run(tmp_path, "--only=ladder,caching", "--quick", "--gpus=3")
 
 
 # Two questions, of which the first is asked by a process that is killed; then whether

@@ -9,21 +9,27 @@ failed the gate, or a question could not be asked to its end.
 Several questions are asked one after the other, each by a process of its own: one that
 asked how kernels are launched can time nothing more (see launches.py), and what ends
 one process leaves the others alone. This one, which starts them and makes the page,
-leaves the GPU to them: JAX takes most of its memory as soon as it sees it.
+leaves the GPU to them: JAX takes most of its memory as soon as it sees it. On a machine
+of several GPUs, --gpus of them are asked at once, another question each.
 
   python -m experiments.lab
   python -m experiments.lab --quick
+  python -m experiments.lab --gpus=4
   python -m experiments.lab --only=ladder,splits --output=experiments/results/h200
   python -m experiments.lab --only=        # The page alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+import concurrent.futures
+import os
 import pathlib
+import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 from absl import app, flags, logging
@@ -39,6 +45,9 @@ _ONLY = flags.DEFINE_list(
     "only", list(QUESTIONS), "The questions to ask; the page has all that have rows."
 )
 _QUICK = flags.DEFINE_boolean("quick", False, "Fewer problems, variants and calls.")
+_GPUS = flags.DEFINE_integer(
+    "gpus", 1, "GPUs that are asked at once, another question each.", lower_bound=1
+)
 flags.register_validator(
     _ONLY.name, lambda names: set(names) <= set(QUESTIONS),  # None of them, too.
     f"must be among {', '.join(QUESTIONS)}",
@@ -61,12 +70,18 @@ def ask(lab: Lab, name: str, path: pathlib.Path) -> list[Row]:
   return rows
 
 
-def publish(folder: pathlib.Path) -> dict[str, list[Row]]:
-  """Makes the page of all rows in a folder, and returns them by question."""
+def publish(
+    folder: pathlib.Path, under_way: Collection[str] = ()
+) -> dict[str, list[Row]]:
+  """Makes the page of all rows in a folder, and returns them by question.
+
+  But not those of questions under way, whose last line may not be whole.
+  """
   answers = {
       name: rows
       for name in QUESTIONS
-      if (path := data_path(folder, name)).exists() and (rows := read(path))
+      if name not in under_way
+      and (path := data_path(folder, name)).exists() and (rows := read(path))
   }
   (folder / "lab.html").write_text(page.render(answers), encoding="utf-8")
   (folder / "lab.md").write_text(markdown.render(answers), encoding="utf-8")
@@ -102,33 +117,62 @@ def _ask_here(argv: Sequence[str], name: str, folder: pathlib.Path) -> list[str]
   ]
 
 
-def _ask_apart(name: str) -> list[str]:
-  """Asks a question in a process of its own, which prints its finding and failures.
+def _ask_apart(names: Sequence[str], folder: pathlib.Path) -> list[str]:
+  """Asks each question in a process of its own, --gpus of them at once.
 
-  Returns how the process ended, unless it ended well.
+  Returns what failed, in the order of the questions. The processes print the rest.
   """
-  status = subprocess.run(_command(name), check=False).returncode
-  if not status:
-    return []
-  died = f" ({signal.strsignal(-status)})" if status < 0 else ""
-  return [f"{name}: exit status {status}{died}"]
+  free: queue.SimpleQueue[str] = queue.SimpleQueue()
+  visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+  count = _GPUS.value
+  gpus = visible.split(",") if visible else list(map(str, range(count)))
+  if len(gpus) < count:
+    raise app.UsageError(f"--gpus={count}, and CUDA_VISIBLE_DEVICES={visible}")
+  for gpu in gpus[:count]:
+    free.put(gpu)
+  under_way: set[str] = set()
+  publishing = threading.Lock()
+
+  def ask_one(name: str) -> list[str]:
+    gpu = free.get()
+    under_way.add(name)
+    chosen = {"CUDA_VISIBLE_DEVICES": gpu} if count > 1 else {}
+    status = subprocess.run(
+        _command(name), check=False, env=os.environ | chosen
+    ).returncode
+    free.put(gpu)
+    with publishing:
+      under_way.remove(name)
+      failed = _try_to_publish(folder, tuple(under_way))
+    if status:
+      died = f" ({signal.strsignal(-status)})" if status < 0 else ""
+      failed.insert(0, f"{name}: exit status {status}{died}")
+    return failed
+
+  pool = concurrent.futures.ThreadPoolExecutor(count)
+  try:
+    return [line for failed in pool.map(ask_one, names) for line in failed]
+  finally:
+    pool.shutdown(cancel_futures=True)
 
 
 def _command(name: str) -> list[str]:
   """Returns the command that asks one question, with the other flags that were given."""
   given = {
       flag.name: flag.serialize() for flag in map(flags.FLAGS.__getitem__, flags.FLAGS)
-      if flag.present and flag.name != _ONLY.name
+      if flag.present and flag.name not in (_ONLY.name, _GPUS.name)
   }
   # A flag that was given several times has several lines.
   others = [line for text in given.values() for line in text.splitlines()]
   return [sys.executable, "-m", "experiments.lab", *others, f"--{_ONLY.name}={name}"]
 
 
-def _try_to_publish(folder: pathlib.Path) -> list[str]:
+def _try_to_publish(
+    folder: pathlib.Path, under_way: Collection[str] = ()
+) -> list[str]:
   """Makes the page; returns why not, as rows that a process left may break it."""
   try:
-    publish(folder)
+    publish(folder, under_way)
   except Exception as error:  # The other questions are asked all the same.
     logging.exception("the page")
     return [f"page: {type(error).__name__}: {error}"]
@@ -140,11 +184,10 @@ def main(argv: Sequence[str]) -> None:
     raise app.UsageError(f"unexpected arguments: {argv[1:]}")
   folder = common_flags.output_folder()
   names = _ONLY.value
-  failed = []
-  for name in names:
-    failed += _ask_here(argv, name, folder) if len(names) == 1 else _ask_apart(name)
-    failed += _try_to_publish(folder)
-  if not names:
+  if len(names) > 1:
+    failed = _ask_apart(names, folder)
+  else:
+    failed = [line for name in names for line in _ask_here(argv, name, folder)]
     failed += _try_to_publish(folder)
   print(f"page: {folder / 'lab.html'}, {folder / 'lab.md'}")
   if failed:

@@ -83,8 +83,8 @@ def autotune(
   to, those of its gradients and of each device's shards included, is measured on
   random operands under XLA and the heuristics' best candidates, each checked first.
   The winners, those that are the fastest under a load that lasts (see
-  `cost_model.sustained_us`), go into the user's table, which later processes read by themselves:
-  the folder $JAXGEMM_CACHE_DIR, or the platform's cache folder for jaxgemm.
+  `cost_model.sustained_us`), go into the user's table, which later processes read by
+  themselves: the folder $JAXGEMM_CACHE_DIR, or the platform's cache folder for jaxgemm.
 
   If a plan changes, JAX's caches are cleared: functions already jitted are traced
   and compiled anew, with the new plans, when they are next called. What is compiled
