@@ -34,7 +34,8 @@ _SUSTAINED = flags.DEFINE_float(
     "sustained",
     0.0,
     "Seconds of load before the first problem's timing, after which the load goes on;"
-    " the largest problem comes first. 0 measures bursts.",
+    " the largest problem comes first, and implementations take turns of"
+    f" {runner.TURN_S} seconds. 0 measures bursts, in turns of one call.",
     lower_bound=0.0,
 )
 flags.register_validator(
@@ -42,7 +43,7 @@ flags.register_validator(
     cli.member_check(products.IMPLEMENTATIONS),
     f"must be among {', '.join(products.IMPLEMENTATIONS)}",
 )
-_REPEATS = 20
+_REPEATS, _TURNS = 20, 5
 
 
 def main(argv: Sequence[str]) -> None:
@@ -65,7 +66,7 @@ def main(argv: Sequence[str]) -> None:
       device=platform.device,
       on_gpu=platform.on_gpu,
       seed=common_flags.SEED.value,
-      repeats=cli.repeats(platform, _REPEATS),
+      repeats=cli.repeats(platform, _TURNS if _SUSTAINED.value else _REPEATS),
       burn_in_s=_SUSTAINED.value,
       provenance=cli.row_provenance(suite, platform, "experiments.run"),
   )

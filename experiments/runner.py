@@ -3,7 +3,8 @@
 A run that measures sustained speed loads the chip before the first case for as long
 as it is told. Each later case is itself the load for as long as the chip has rested
 since the case before it (to be checked, or compiled, where a new chunk begins), at
-least TOP_UP_S, so that the clocks stay down.
+least TOP_UP_S, so that the clocks stay down. There candidates take turns of TURN_S, so
+that each has the clocks that its own power leaves it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from pallas_kernels.problem import Problem
 _CHUNK = 192  # About so many programs are compiled before the first is timed.
 _MAX_THREADS = 16
 _UNKNOWN_L2_BYTES = 64 << 20
-TOP_UP_S = 3.0
+TOP_UP_S = 1.0
+TURN_S = 0.4
 # What a kernel that is wrong raises as it is traced, compiled or run; JAX's own
 # errors are RuntimeErrors. Such a kernel fails, and the run goes on.
 _KERNEL_ERRORS = (
@@ -69,8 +71,9 @@ class Runner:
     device: the device whose rates give the floor, or None.
     on_gpu: whether to compile ahead of time; in emulation nothing is.
     seed: seed of the inputs.
-    repeats: timed calls of each candidate; 0 times nothing.
-    burn_in_s: seconds of load before the first case is timed; 0 measures bursts.
+    repeats: timed turns of each candidate; 0 times nothing.
+    burn_in_s: seconds of load before the first case is timed; 0 measures bursts, of
+      turns of one call.
     provenance: what all rows share.
     seconds: where the time went: "compile", "check" and "time".
   """
@@ -185,7 +188,8 @@ class Runner:
       try:
         with self._spent("time"):
           times_us = timing.interleaved(
-              passed, input_sets, self.repeats, burn_in_s=self._load_s(busy_until)
+              passed, input_sets, self.repeats, burn_in_s=self._load_s(busy_until),
+              turn_s=TURN_S if self.burn_in_s else 0.0,
           )
       except RuntimeError as error:
         logging.exception("timing of %s", one.case.name)

@@ -26,6 +26,8 @@ _MIN_SETS = 3
 _MAX_SETS = 256
 _MAX_SETS_BYTES = 16 << 30
 _MAX_RESULTS_BYTES = 16 << 30
+_IN_FLIGHT = 16  # Calls of a turn, so that the GPU never waits for the host.
+_MAX_CALLS = 10_000  # Of a turn.
 
 
 def num_input_sets(set_bytes: int, l2_bytes: int) -> int:
@@ -52,8 +54,9 @@ def interleaved[Name: Hashable](
     repeats: int,
     *,
     burn_in_s: float = 0.0,
+    turn_s: float = 0.0,
 ) -> dict[Name, list[float]]:
-  """Returns the kernel times in microseconds of `repeats` calls of each variant.
+  """Returns `repeats` times of each variant: of its kernels, in microseconds.
 
   Each round calls every variant once, so that a drift of the clocks meets all of
   them alike, in an order drawn anew (with a fixed seed): a chip at its power limit
@@ -62,6 +65,11 @@ def interleaved[Name: Hashable](
   40 us on an H200). Each call takes the next input set, so that none finds the
   inputs of the one before it in the L2. One CUPTI session covers all the rounds.
 
+  Even so, variants that take turns by the call share their clocks, and one that needs
+  more energy for the same work slows the others down as much as itself: alone it would
+  be slower (5% on an H200, of tiles of 128x128 against 128x256). With `turn_s` a turn
+  lasts until the clocks have settled, and each variant has those that it leaves itself.
+
   Args:
     variants: jitted or compiled functions of one input set, to arrays.
     input_sets: arguments to rotate over.
@@ -69,46 +77,58 @@ def interleaved[Name: Hashable](
     burn_in_s: seconds of the same interleaved load before the measured calls.
       0 measures a burst at the clocks of a cool chip; some tens of seconds
       measure the clocks that the chip sustains.
+    turn_s: seconds of a turn, a few tenths; a time is then the mean of the last quarter
+      of a turn's calls. 0: a turn is one call.
 
   Raises:
     RuntimeError: a call launched other kernels than its variant did at first,
       so that the times cannot be told apart.
   """
   # Which kernels belong to a variant is learnt from one call of it alone.
-  kernel_names = {}
+  kernel_names, calls = {}, {}
   for name, variant in variants.items():
     call = _once(variant, input_sets[0])
-    kernel_names[name] = [kernel for kernel, _ in _measure(call, call, detach=False)]
+    learnt = _measure(call, call, detach=False)
+    kernel_names[name] = [kernel for kernel, _ in learnt]
+    time_s = sum(time_ms for _, time_ms in learnt) / 1e3
+    calls[name] = max(1, min(_MAX_CALLS, int(turn_s / max(time_s, 1e-9))))
 
   draw = random.Random(0)
   rounds = [draw.sample(list(variants), len(variants)) for _ in range(repeats)]
 
-  def session() -> list[Any]:
+  def session(rounds: Sequence[Sequence[Name]]) -> list[Any]:
     sets = itertools.cycle(input_sets)
     # The results of a round are kept while memory allows, so that a call does not
     # write to what the one before it has just written; the profiler waits for them.
     results: collections.deque[Any] = collections.deque()
-    for names in rounds:
-      for name in names:
+    most = max(len(variants), _IN_FLIGHT if turn_s else 0)
+    for name in itertools.chain.from_iterable(rounds):
+      for _ in range(calls[name]):
         result = variants[name](*next(sets))
         results.append(result)
         num_bytes = sum(array.nbytes for array in jax.tree.leaves(result))
-        affordable = max(1, _MAX_RESULTS_BYTES // max(num_bytes, 1))
-        if len(results) > min(len(variants), affordable):
-          results.popleft()
+        if len(results) > min(most, max(1, _MAX_RESULTS_BYTES // max(num_bytes, 1))):
+          first = results.popleft()
+          if turn_s:
+            jax.block_until_ready(first)
     return list(results)
 
   def burn_in() -> list[Any]:
-    results = session()
+    some = rounds[:1] if turn_s else rounds
+    results = session(some)
     end = time.monotonic() + burn_in_s
     while time.monotonic() < end:
-      results = jax.block_until_ready(session())
+      results = jax.block_until_ready(session(some))
     return results
 
-  kernels = _measure(burn_in, session, detach=True)
+  kernels = collections.deque(
+      _measure(burn_in, lambda: session(rounds), detach=True)
+  )
   times_us: dict[Name, list[float]] = {name: [] for name in variants}
   for name in itertools.chain.from_iterable(rounds):
-    times_us[name].append(_take(kernels, name, kernel_names[name]))
+    turn = [_take(kernels, name, kernel_names[name]) for _ in range(calls[name])]
+    settled = turn[-max(1, len(turn) // 4) :]
+    times_us[name].append(sum(settled) / len(settled))
   if kernels:
     raise RuntimeError(f"{len(kernels)} kernels more than expected: {kernels[0][0]} ...")
   return times_us
@@ -145,7 +165,10 @@ def _once(
   return lambda: variant(*arguments)
 
 
-def _take(kernels: Kernels, name: Hashable, expected: Sequence[str]) -> float:
+def _take(
+    kernels: collections.deque[tuple[str, float]], name: Hashable,
+    expected: Sequence[str],
+) -> float:
   """Takes the kernels of the next call, `expected`, and returns their microseconds.
 
   CUPTI tells of the kernel of a conditional branch after those of the next call: of
@@ -155,9 +178,10 @@ def _take(kernels: Kernels, name: Hashable, expected: Sequence[str]) -> float:
   for kernel in expected:
     index = next((i for i, (found, _) in enumerate(kernels) if found == kernel), None)
     if index is None:
-      left = [found for found, _ in kernels[: len(expected)]]
+      left = [found for found, _ in itertools.islice(kernels, len(expected))]
       raise RuntimeError(
           f"a call of {name!r} launched {left}, its first call {list(expected)}"
       )
-    time_ms += kernels.pop(index)[1]
+    time_ms += kernels[index][1]
+    del kernels[index]
   return 1e3 * time_ms
