@@ -7,7 +7,7 @@ import re
 
 _COLLECTIVE = re.compile(
     r"= ([^=\n]*?) (all-gather|all-reduce|reduce-scatter|all-to-all"
-    r"|collective-permute)(?:-start)?\("
+    r"|collective-permute)(-start)?\("
 )
 _COMMENT = re.compile(r"/\*.*?\*/")  # Numbers of the results of many.
 _ARRAY = re.compile(r"(\w+)\[([\d,]+)\]")
@@ -27,8 +27,18 @@ def collectives(hlo_text: str, *, dtypes: bool = False) -> Collectives:
       no bfloat16: there all are float32.
   """
   found: Collectives = Counter()
-  for shape, kind in _COLLECTIVE.findall(_COMMENT.sub("", hlo_text)):
-    for dtype, sizes in _ARRAY.findall(shape):
+  for shape, kind, start in _COLLECTIVE.findall(_COMMENT.sub("", hlo_text)):
+    for dtype, sizes in _results(shape, kind, bool(start)):
       name = f"{kind} {dtype}" if dtypes else kind
       found[name, tuple(sorted(map(int, sizes.split(","))))] += 1
   return found
+
+
+def _results(shape: str, kind: str, starts: bool) -> list[tuple[str, str]]:
+  """(dtype, sizes) of the results alone: what starts one has the operands before them."""
+  arrays = _ARRAY.findall(shape)
+  if starts and kind == "collective-permute":  # Two numbers follow.
+    return arrays[1:2]
+  if starts and (kind == "all-gather" or shape.startswith("((")):
+    return arrays[len(arrays) // 2 :]
+  return arrays

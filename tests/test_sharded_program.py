@@ -42,6 +42,23 @@ def check(rows, num_devices, modes=("tensor", "data")):
     assert row["loss"] == pytest.approx(row["xla_loss"], rel=1e-3)
 
 
+def test_what_starts_a_collective_counts_once():
+  text = """
+  %a = bf16[4,8]{1,0} all-reduce(%x), channel_id=1
+  %b = ((bf16[4,8]{1,0}), bf16[4,8]{1,0}) all-reduce-start(%x), channel_id=2
+  %c = bf16[4,8]{1,0} all-reduce-done(%b)
+  %d = (f32[4]{0}, f32[9]{0}) all-reduce(%y, %z), channel_id=3
+  %e = (f32[4]{0}, f32[9]{0}) all-reduce-start(%y, %z), channel_id=4
+  %f = (f32[4]{0}, f32[8]{0}) all-gather-start(%y), channel_id=5
+  %g = (f32[4]{0}, f32[4]{0}, u32[], u32[]) collective-permute-start(%y), channel_id=6
+  """
+  assert collectives(text, dtypes=True) == {
+      ("all-reduce bf16", (4, 8)): 2, ("all-reduce f32", (4,)): 2,
+      ("all-reduce f32", (9,)): 2, ("all-gather f32", (8,)): 1,
+      ("collective-permute f32", (4,)): 1,
+  }
+
+
 @pytest.mark.slow
 def test_both_modes(tmp_path, capsys):
   check(run(tmp_path), 4)

@@ -52,13 +52,12 @@ def measure(lab: variants.Lab) -> Iterator[Row]:
       full=("bfloat16", "float32"), quick=("bfloat16",), emulated=("bfloat16",)
   )
   return measuring.measure(lab, NAME, (
-      # Registers and shared memory are those of the config, whatever the problem.
-      _job(lab, suites.make_case(*shape, dtype=dtype), launches=shape == shapes[0])
+      _job(lab, suites.make_case(*shape, dtype=dtype))
       for shape in reversed(shapes) for dtype in dtypes
   ))
 
 
-def _job(lab: variants.Lab, case: suites.Case, *, launches: bool) -> variants.Job:
+def _job(lab: variants.Lab, case: suites.Case) -> variants.Job:
   problem = case.problem
   found = [variants.xla(lab, problem)]
   tile = (128, 128) if lab.on_gpu else (64, 64)
@@ -69,7 +68,7 @@ def _job(lab: variants.Lab, case: suites.Case, *, launches: bool) -> variants.Jo
     else:
       found.append(variants.of_experiment(lab, problem, name, module, config))
   found.append(variants.planned(lab, problem, "as jaxgemm plans it"))
-  return variants.Job("rungs", case, found, launches=launches)
+  return variants.Job("rungs", case, found, launches=True)
 
 
 def rungs(
