@@ -130,7 +130,15 @@ def _lower_kernels(ctx, *operands, product: Product):
     if is_manual:
       product = product.replace(beside_collectives=True)
     function = functools.partial(local_product, product)
+  elif product.implementation == "xla":  # Its partitioner knows its own product.
+    return _lower_xla(ctx, operands, product, cuda=True)
   elif mesh is not None and not is_manual and jax.config.jax_use_shardy_partitioner:
+    if compat.is_exported(ctx):
+      raise NotImplementedError(
+          f"jax.export of a product that jit shares out over {num_devices} devices: XLA"
+          " would have to call back into this process to partition it; put it in a"
+          " jax.shard_map, or name implementation='xla'"
+      )
     record_partitioned()
     function = functools.partial(_partitioned, product)
   else:

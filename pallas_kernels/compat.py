@@ -129,6 +129,11 @@ def lowering_mesh(ctx) -> tuple[int, Any, bool]:
   return 1, None, False
 
 
+def is_exported(ctx) -> bool:
+  """Whether a lowering rule's module leaves this process: jax.export's."""
+  return ctx.module_context.lowering_parameters.for_export
+
+
 # -- Lowered modules ---------------------------------------------------------------
 
 _DUMP_NAME = "mosaic_gpu.dump_basename"

@@ -374,6 +374,30 @@ def test_a_mesh_that_is_manual_in_part(rng):
     assert reference.relative_error(x, y) < 1e-5
 
 
+def test_export():
+  """XLA cannot call back into this process from another; what needs it says so."""
+  mesh = _mesh()
+  a, b = (
+      jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+      for shape, spec in ((MATRICES[0], P("x")), (MATRICES[1], P()))
+  )
+
+  def text(function) -> str:
+    with jaxgemm.target("NVIDIA H200"):
+      exported = jax.export.export(jax.jit(function), platforms=["cuda"])(a, b)
+    return exported.mlir_module()
+
+  with pytest.raises(NotImplementedError, match="4 devices.*jax.shard_map, or name impl"):
+    text(jaxgemm.matmul)
+  by_xla = text(lambda a, b: jaxgemm.matmul(a, b, implementation="xla"))
+  assert "dot_general" in by_xla and "mosaic_gpu" not in by_xla
+  shared_out = jax.shard_map(
+      lambda a, b: jaxgemm.linear(a, b, activation="gelu"),
+      mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"),
+  )
+  assert "mosaic_gpu" in text(shared_out)
+
+
 def test_one_device_needs_no_partitioning(rng):
   a = normal(rng, 256, 256).astype("bfloat16")
   with jaxgemm.target("NVIDIA H200"):
