@@ -13,6 +13,8 @@ from jaxgemm.einsums import einsum as einsum
 from jaxgemm.layers import gated_linear as gated_linear
 from jaxgemm.layers import linear as linear
 from jaxgemm.losses import linear_cross_entropy as linear_cross_entropy
+from jaxgemm.mlp import gated_mlp as gated_mlp
+from jaxgemm.mlp import mlp as mlp
 from jaxgemm.plan import Plan as Plan
 from jaxgemm.quantisation import dequantise as dequantise
 from jaxgemm.quantisation import quantise as quantise

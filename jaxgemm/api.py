@@ -329,7 +329,7 @@ def contract(
   product = product.replace(dims=folding.dims, out_sharding=out_sharding)
   lhs = _transposed(lhs, folding.lhs_perm)
   rhs = _transposed(rhs, folding.rhs_perm)
-  _, factors, c, biases = product.named((lhs, rhs, *others))
+  _, factors, c, biases, _ = product.named((lhs, rhs, *others))
   c = () if c is None else (_transposed(c, folding.c_perm),)
   operands = (lhs, *factors, *c, *biases)
   if product.implementation is not None:

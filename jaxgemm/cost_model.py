@@ -249,7 +249,7 @@ def _busy(
   out_bytes = 4 if sums > 1 else problem.out_itemsize
   rate = model.masked_rate if masked else model.store_rate
   store = wg_m * wg_n * out_bytes / (rate * cluster_k * (1 + problem.epilogue.gated))
-  store *= 1 + problem.epilogue.num_saved
+  store *= 1 + problem.epilogue.num_others
   if cluster_k > 1:
     store += 4 * wg_m * wg_n / model.exchange_rate
 

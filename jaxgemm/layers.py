@@ -9,8 +9,9 @@ activation, which the same kernel stores beside the result, or compute it again:
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 import functools
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 from jaxgemm.api import contract, named_kernel, product_of
 from jaxgemm.arguments import as_array, as_factor, check_broadcasts, check_real
 from jaxgemm.dims import Axes
+from jaxgemm.product import Product
 from pallas_kernels import activations
 from pallas_kernels.problem import NONE, OUT_DTYPES, Activation, Config
 
@@ -142,8 +144,51 @@ def _layer(
     activation, residual, scale, precision, preferred_element_type, transposed: bool,
     save: str, implementation, config,
 ) -> jax.Array:
-  """One bias: linear; two: gated, whose weights are two or one array."""
-  x, gated = as_array(name, "x", x), len(biases) == 2
+  """The result of a layer; see `make_layer`."""
+  x, scale = scaled(name, as_array(name, "x", x), scale)
+  layer = make_layer(
+      name, x, weights, biases, activation, residual, scale, precision,
+      preferred_element_type, transposed, save, implementation, config,
+  )
+  if layer.by_xla:
+    return _by_xla(layer, transposed, precision)
+  return contract(
+      name, layer.x, layer.factors[0], layer_axes(x.ndim, transposed), layer.product,
+      others=[*layer.factors[1:], *layer.elements, *layer.biases],
+  )
+
+
+class Layer(NamedTuple):
+  """A layer's operands, checked and in their dtypes, and what is computed of them.
+
+  Attributes:
+    x, factors, elements, biases: x, each weight, the residual if there is one, each bias.
+    product: of linear_p or gemm_p, its dims yet unknown.
+    shape: of the result.
+    by_xla: whether no kernel serves these dtypes.
+  """
+
+  x: Any
+  factors: list[jax.Array]
+  elements: list[jax.Array]
+  biases: list[jax.Array]
+  product: Product
+  shape: tuple[int, ...]
+  by_xla: bool
+
+
+def make_layer(
+    name: str, x, weights: dict[str, jax.Array], biases: dict[str, jax.Array | None],
+    activation, residual, scale: float, precision, preferred_element_type,
+    transposed: bool, save: str, implementation, config,
+) -> Layer:
+  """One bias: linear; two: gated, whose weights are two or one array.
+
+  `x` is an array, or the type of one that is still to be computed.
+
+  Raises: as jaxgemm.linear.
+  """
+  gated = len(biases) == 2
   packed = gated and len(weights) == 1
   for key, w in weights.items():
     n = columns(name, x, key, w, transposed) // (1 + packed)
@@ -155,9 +200,12 @@ def _layer(
   if save not in SAVES:
     raise ValueError(f"{name}: save={save!r} must be one of {', '.join(SAVES)}")
   given = [as_bias(name, key, b, n) for key, b in biases.items() if b is not None]
-  x, scale = scaled(name, x, scale)
   dtype = jnp.result_type(x, *weights.values())
-  x, *factors = (lax.convert_element_type(v, dtype) for v in (x, *weights.values()))
+  factors = [lax.convert_element_type(w, dtype) for w in weights.values()]
+  if isinstance(x, jax.ShapeDtypeStruct):
+    x = x.update(dtype=dtype)
+  else:
+    x = lax.convert_element_type(x, dtype)
   shape = (*x.shape[:-1], n)
   if residual is not None:
     residual = as_array(name, "residual", residual)
@@ -170,32 +218,25 @@ def _layer(
   for key, v in {"residual": residual, **biases}.items():
     if v is not None:
       check_real(name, key, v, "the result", product.out_dtype)
-  if reason or dtype.itemsize == 1:
-    if product.batch_invariant:
-      raise ValueError(f"batch_invariant: {name} of {dtype.name} is XLA's, which is not")
-    if implementation not in (None, "xla"):
-      reason = reason or f"layers of {dtype.name} operands are XLA's"
-      raise ValueError(f"implementation {implementation!r} cannot serve: {reason}")
-    if transposed:
-      factors = [w.T for w in factors]
-    if packed:
-      factors = jnp.split(factors[0], 2, 1)
-    return _by_xla(
-        x, factors, given, residual, activation, scale, precision,
-        jnp.dtype(product.out_dtype),
-    )
+  by_xla = bool(reason) or dtype.itemsize == 1
+  if by_xla and product.batch_invariant:
+    raise ValueError(f"batch_invariant: {name} of {dtype.name} is XLA's, which is not")
+  if by_xla and implementation not in (None, "xla"):
+    reason = reason or f"layers of {dtype.name} operands are XLA's"
+    raise ValueError(f"implementation {implementation!r} cannot serve: {reason}")
   product = product.replace(
       alpha=scale, beta=0.0 if residual is None else 1.0, has_bias=bool(given),
       activation=activation, gated=gated, packed=packed, recomputes=save == "nothing",
   )
-  others = [
-      v if v.dtype.name in OUT_DTYPES else lax.convert_element_type(v, jnp.float32)
-      for v in (residual, *given) if v is not None
-  ]
-  return contract(
-      name, x, factors[0], _axes(x.ndim, transposed), product,
-      others=[*factors[1:], *others],
-  )
+  elements = [] if residual is None else [residual]
+  if not by_xla:
+    elements, given = ([_real(v) for v in group] for group in (elements, given))
+  return Layer(x, factors, elements, given, product, shape, by_xla)
+
+
+def _real(x) -> jax.Array:
+  """x in a dtype that epilogues read."""
+  return x if x.dtype.name in OUT_DTYPES else lax.convert_element_type(x, jnp.float32)
 
 
 def columns(name: str, x: jax.Array, key: str, w: jax.Array, transposed: bool) -> int:
@@ -244,24 +285,28 @@ def _why_not(activation: Activation) -> str | None:
   return f"{called} [2, 3] gives {out}: it must be floating point, element by element"
 
 
-def _axes(rank: int, transposed: bool) -> tuple[Axes, Axes, Axes]:
+def layer_axes(rank: int, transposed: bool) -> tuple[Axes, Axes, Axes]:
   rows = tuple(f"m{i}" for i in range(rank - 1))
   return (*rows, "k"), ("n", "k") if transposed else ("k", "n"), (*rows, "n")
 
 
-def _by_xla(
-    x, factors: Sequence[jax.Array], biases: Sequence[jax.Array], residual, activation,
-    scale: float, precision, out_dtype,
-) -> jax.Array:
+def _by_xla(layer: Layer, transposed: bool, precision) -> jax.Array:
   """What no kernel serves: in the dtype of the result, or float32 if that is wider."""
+  product, factors = layer.product, layer.factors
+  if transposed:
+    factors = [w.T for w in factors]
+  if product.packed:
+    factors = jnp.split(factors[0], 2, 1)
+  out_dtype = jnp.dtype(product.out_dtype)
   wide = jnp.promote_types(out_dtype, jnp.float32)
   entering = []
   for i, w in enumerate(factors):
-    z = jnp.matmul(x, w, precision=precision, preferred_element_type=wide) * scale
-    entering.append(z + biases[i].astype(wide) if biases else z)
-  out = activations.apply(activation, entering[0])
-  if len(entering) == 2:
+    z = jnp.matmul(layer.x, w, precision=precision, preferred_element_type=wide)
+    z = z * product.alpha
+    entering.append(z + layer.biases[i].astype(wide) if layer.biases else z)
+  out = activations.apply(product.activation, entering[0])
+  if product.gated:
     out = out * entering[1]
-  if residual is not None:
+  for residual in layer.elements:
     out = out + residual.astype(wide)
   return out.astype(out_dtype)

@@ -27,7 +27,7 @@ def xla_product(product: Product, *operands, cuda: bool):
   """
   product, operands = product.unpacked(operands, halves)
   dims, out_dtype = product.dims, jnp.dtype(product.out_dtype)
-  lhs, factors, c, biases = product.named(operands)
+  lhs, factors, c, biases, entering = product.named(operands)
   # XLA rounds to the operands' dtype or to float32 (int32) by itself; any other result,
   # and an epilogue, starts from float32. A layer's starts from the result's dtype, as
   # layers do without us: float32 arrays between XLA's kernels would take twice the time.
@@ -48,7 +48,9 @@ def xla_product(product: Product, *operands, cuda: bool):
     return out
 
   products = [multiply(rhs) for rhs in factors]
-  return products[0] if plain and narrow else epilogue(product, products, c, biases)
+  if plain and narrow:
+    return products[0]
+  return epilogue(product, products, c, biases, entering)
 
 
 def halves(x, axis: int) -> list[jax.Array]:
@@ -57,9 +59,10 @@ def halves(x, axis: int) -> list[jax.Array]:
   return [lax.slice_in_dim(x, i * size, (i + 1) * size, axis=axis) for i in range(2)]
 
 
-def epilogue(product: Product, products, c, biases):
+def epilogue(product: Product, products, c, biases, known=()):
   """activation(alpha * product + bias) + beta * c in float32, then the cast.
 
+  Or alpha * product times each slope, by what is `known` to enter the activation.
   `products` are those of lhs and each rhs. Of a fused product the list of results.
   """
   entering = []
@@ -71,6 +74,11 @@ def epilogue(product: Product, products, c, biases):
     if biases:
       out = out + lax.convert_element_type(biases[i], out.dtype)
     entering.append(out)
+  out_dtype = jnp.dtype(product.out_dtype)
+  if product.slopes:
+    wide = [lax.convert_element_type(x, jnp.float32) for x in known]
+    slopes = activations.slopes(product.activation, wide)
+    return [lax.convert_element_type(entering[0] * s, out_dtype) for s in slopes]
   out = activations.apply(product.activation, entering[0])
   if product.gated:
     out = out * entering[1]
@@ -79,7 +87,6 @@ def epilogue(product: Product, products, c, biases):
     if product.beta != 1.0:
       c = lax.mul(c, jnp.full_like(c, product.beta))
     out = lax.add(out, c)
-  out_dtype = jnp.dtype(product.out_dtype)
   found = [out, *entering][: product.num_results]
   found = [lax.convert_element_type(x, out_dtype) for x in found]
   return found if product.is_fused else found[0]
@@ -112,10 +119,10 @@ def planned_device(product: Product) -> Device | None:
 
 def local_plan(product: Product, *operands) -> plans.Plan:
   """The plan of a product whose operands lie whole on one device."""
-  lhs, (rhs, *_), c, _ = product.named(operands)
-  problem = product.problem(
-      lhs.shape, rhs.shape, lhs.dtype.name, None if c is None else c.dtype.name
-  )
+  lhs, (rhs, *_), c, _, entering = product.named(operands)
+  elements = [x for x in (c, *entering) if x is not None]
+  c_dtype = elements[0].dtype.name if elements else None
+  problem = product.problem(lhs.shape, rhs.shape, lhs.dtype.name, c_dtype)
   device = planned_device(product)
   if product.implementation is None and product.config is None:
     record(problem.unfused, device)
@@ -143,15 +150,14 @@ def local_product(product: Product, *operands):
         product.replace(out_sharding=None), *operands, cuda=not emulated
     )
   dims = product.dims
-  lhs, factors, c, biases = product.named(operands)
+  lhs, factors, c, biases, entering = product.named(operands)
 
   def folded(groups, x):
     return lax.reshape(x, product.folded_shape(groups, x.shape))
 
   rhs = tuple(folded(dims.rhs, x) for x in factors)
   arrays = [folded(dims.lhs, lhs), rhs if product.gated else rhs[0]]
-  if c is not None:
-    arrays.append(folded(dims.out, c))
+  arrays += [folded(dims.out, x) for x in (c, *entering) if x is not None]
   arrays += [lax.reshape(x, (x.size,)) for x in biases]
   device = planned_device(product)
   assert device is not None
@@ -162,7 +168,7 @@ def local_product(product: Product, *operands):
   shape = dims.out_shape(lhs.shape, product.factor_shape(factors[0].shape))
   if not product.is_fused:
     return lax.reshape(found, shape)
-  found = found if product.saves else (found,)
+  found = found if product.num_results > 1 else (found,)
   return [lax.reshape(x, shape) for x in found]
 
 
@@ -186,8 +192,8 @@ def in_emulator(launch: Callable[..., Any], out: Any, operands):
 def emulated_product(plan: plans.Plan, operands, launch: Callable[..., Any]):
   """The results of `launch`, which runs the plan's kernel, in interpret mode."""
   out = jax.ShapeDtypeStruct(plan.problem.out_shape, jnp.dtype(plan.problem.out_dtype))
-  if num_saved := plan.problem.epilogue.num_saved:
-    out = (out,) * (1 + num_saved)
+  if num_others := plan.problem.epilogue.num_others:
+    out = (out,) * (1 + num_others)
   return in_emulator(launch, out, tuple(operands))
 
 

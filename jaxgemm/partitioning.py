@@ -44,8 +44,8 @@ def partitioned_product(product: Product, num_operands: int, bind):
   dims = product.dims
   num_rhs = 1 + product.gated
   biases = ("n",) * (num_rhs * product.has_bias)
-  has_c = num_operands - 1 - num_rhs > len(biases)
-  groups = (dims.lhs,) + (dims.rhs,) * num_rhs + (dims.out,) * has_c + biases
+  num_c = num_operands - 1 - num_rhs - len(biases)  # Or of what slopes depend on.
+  groups = (dims.lhs,) + (dims.rhs,) * num_rhs + (dims.out,) * num_c + biases
 
   # Only the types of its results count: `_partition` has the rest.
   def whole(*operands):
@@ -99,7 +99,7 @@ def _partition(product: Product, groups, bind, mesh, operands, result):
   def compute(*operands):
     if not (layout.summed or layout.scattered):
       return bind(*operands, product=product)
-    lhs, factors, c, biases = product.named(operands)
+    lhs, factors, c, biases, entering = product.named(operands)
     # As XLA's dot does, the partial sums travel in the result's dtype: float32 ones would
     # be as exact as one device's, and take twice the time of what is between devices.
     partial = product.linear.replace(alpha=1.0)
@@ -107,7 +107,7 @@ def _partition(product: Product, groups, bind, mesh, operands, result):
     if product.alpha == 1.0 and c is None and not product.is_fused:
       return products[0]
     wide = [lax.convert_element_type(x, "float32") for x in products]
-    return epilogue(product, wide, c, biases)
+    return epilogue(product, wide, c, biases, entering)
 
   def added(out):
     """The sum of the shards of k."""

@@ -218,7 +218,7 @@ def gradient(ct, other, aval, index: int, product: Product):
   grad_dims, ct_is_rhs = dims.rhs_gradient() if index else dims.lhs_gradient()
   stored = dims.rhs if index else dims.lhs
   sums_batch = bool(dims.b) and "b" not in stored
-  out_sharding = _explicit(aval.sharding)
+  out_sharding = explicit(aval.sharding)
   if out_sharding is not None and sums_batch:
     out_sharding = _with_batch(out_sharding, jax.typeof(ct).sharding.spec[: dims.b])
   operands = (other, ct) if ct_is_rhs else (ct, other)
@@ -269,7 +269,7 @@ def _any_product(operands, dims: Dims, out_dtype: str, out_sharding, product: Pr
   return gemm_p.bind(*operands, product=found)
 
 
-def _explicit(sharding):
+def explicit(sharding):
   """The sharding if its mesh has explicit axes, else None."""
   mesh = sharding.mesh
   if mesh.empty or mesh.are_all_axes_auto or mesh.are_all_axes_manual:

@@ -20,12 +20,14 @@ class Operands[T](NamedTuple):
     rhs: one, or of a gated product two, or both in one.
     c: c, or None.
     biases: one for each rhs, or none.
+    entering: what slopes depend on: one or two arrays, or none.
   """
 
   lhs: T
   rhs: tuple[T, ...]
   c: T | None
   biases: tuple[T, ...]
+  entering: tuple[T, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +38,12 @@ class Product:
 
   or, gated, activation(alpha * lhs @ gate + bias) * (alpha * lhs @ up + other_bias)
   + beta * c. The operands are lhs, rhs (gate, up), c and the biases, in this order, as
-  far as there are any.
+  far as there are any. Or
+
+    alpha * lhs @ rhs * slope
+
+  of each argument of activation(z), or of activation(z0) * z1: the operands are lhs, rhs
+  and each z, and there are as many results.
 
   Attributes:
     dims: how the dimensions of the operands pair up.
@@ -50,7 +57,9 @@ class Product:
     saves: whether what enters the activation is a second result.
     gated: whether rhs is two operands.
     packed: whether these are one array, the gate's columns before the other's.
-    recomputes: whether that is computed again for derivatives, rather than saved.
+    slopes: how many results are the product times a slope of the activation; 0: none.
+    recomputes: whether what enters the activation is computed again for derivatives,
+      rather than saved.
     implementation, config: as in jaxgemm.matmul.
     must_serve: whether the named implementation must serve or is only preferred, as
       for a gradient, whose problem the user did not choose it for.
@@ -71,6 +80,7 @@ class Product:
   saves: bool = False
   gated: bool = False
   packed: bool = False
+  slopes: int = 0
   recomputes: bool = False
   implementation: str | None = None
   config: Config | None = None
@@ -97,18 +107,19 @@ class Product:
   @property
   def is_fused(self) -> bool:
     """Whether it is linear_p's, not gemm_p's."""
-    return self.has_bias or self.activation != NONE or self.saves or self.gated
+    fused = self.has_bias or self.activation != NONE or self.saves or self.gated
+    return fused or self.slopes > 0
 
   @property
   def num_results(self) -> int:
-    return 1 + self.saves * (1 + self.gated)
+    return max(1 + self.saves * (1 + self.gated), self.slopes)
 
   @property
   def linear(self) -> Product:
     """alpha * lhs @ rhs alone."""
     return self.replace(
         beta=0.0, has_bias=False, activation=NONE, saves=False, gated=False,
-        packed=False, recomputes=False,
+        packed=False, slopes=0, recomputes=False,
     )
 
   @property
@@ -126,6 +137,8 @@ class Product:
   def named[T](self, operands: Sequence[T]) -> Operands[T]:
     """The operands, or what belongs to each of them, by what they are."""
     lhs, *rest = operands
+    if self.slopes:
+      return Operands(lhs, (rest[0],), None, (), tuple(rest[1:]))
     count = self.num_rhs
     num_biases = (1 + self.gated) * self.has_bias
     rhs, rest = tuple(rest[:count]), rest[count:]
@@ -163,7 +176,7 @@ class Product:
         algorithm=self.algorithm,
         epilogue=Epilogue(
             self.alpha, self.beta, c_dtype, self.has_bias, self.activation, self.saves,
-            self.gated,
+            self.gated, self.slopes,
         ),
     )
 

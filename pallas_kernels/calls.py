@@ -47,25 +47,23 @@ def run(
 ) -> jax.Array:
   """Runs `kernel(*inputs, c_gmem, out_gmem, refs)` and returns what it stored.
 
-  Those are several arrays if the epilogue saves what enters the activation.
+  Those are several arrays if the epilogue has other results.
 
   Each input is an array, or a tuple of arrays (the parts of an operand).
   The grid is `grid` clusters (axis "cta") of `cluster` CTAs (axis "cluster") of
-  `num_wgs` warpgroups (axis "wg"). `c_gmem`, the last input, is None without c;
+  `num_wgs` warpgroups (axis "wg"). `c_gmem`, the last input, has none, one or two;
   `refs` is the scratch by name, the epilogue's, the `workspace` and further inputs
   (`by_name`) in GMEM included.
   """
   workspace, by_name = dict(workspace or {}), by_name or {}
   flat, tree = jax.tree.flatten((inputs, by_name))
   out = jax.ShapeDtypeStruct(result.out_shape, jnp.dtype(result.out_dtype))
-  saved = epilogues.SAVED[: result.epilogue.num_saved]
-  workspace = dict.fromkeys(saved, out) | workspace
+  names = epilogues.OTHERS[: result.epilogue.num_others]
+  workspace = dict.fromkeys(names, out) | workspace
 
   def body(*gmem, **refs):
     sources, named = jax.tree.unflatten(tree, gmem[: len(flat)])
     out_gmem, *arrays = gmem[len(flat) :]
-    if epilogue.c is None:
-      sources = (*sources, None)
     named |= zip(workspace, arrays, strict=True)
     kernel(*sources, out_gmem, refs | named)
 
@@ -85,7 +83,7 @@ def run(
       interpret=interpret,
       kernel_name=f"jaxgemm_{name}",
   )(*flat)
-  return (found, *others[: len(saved)]) if saved else found
+  return (found, *others[: len(names)]) if names else found
 
 
 def make_call(
@@ -140,10 +138,8 @@ def make_call(
   )
   epilogue = dataclasses.replace(epilogue, scales=facts)
   by_name |= epilogues.prepare_biases(epilogue, operands)
-  inputs = [prepared.lhs, prepared.rhs]
-  if epilogue.c is not None:
-    inputs.append(epilogues.prepare_c(operands[2], problem))
-  return Call(result, prepared, epilogue, tuple(inputs), interpret, by_name)
+  inputs = prepared.lhs, prepared.rhs, epilogues.prepare_c(operands[2:], result)
+  return Call(result, prepared, epilogue, inputs, interpret, by_name)
 
 
 @functools.lru_cache(maxsize=1024)  # A plan asks for the same few again and again.

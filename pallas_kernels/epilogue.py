@@ -1,5 +1,7 @@
 """From the accumulator to the result: alpha, bias, activation, beta * c, cast, store.
 
+Or alpha, the activation's slopes at c, cast, store.
+
 The result leaves in pieces of 64 rows x `piece_cols` columns. Each piece goes
 from registers into a staging slot in shared memory and from there to GMEM, in
 one of three ways (`Staging.way`):
@@ -38,8 +40,10 @@ from pallas_kernels.scales import Scales
 
 PIECE_ROWS = 64
 NUM_SLOTS = 2
-BIASES, SAVED = ("bias", "bias_of_other"), ("saved", "saved_of_other")
+BIASES, OTHERS = ("bias", "bias_of_other"), ("other", "another")
+C_SLOTS = ("c_slots", "other_c_slots")
 Ref = Any
+Refs = tuple[Ref, ...]
 
 
 def piece_cols(tile_n: int, itemsize: int) -> int:
@@ -128,25 +132,29 @@ class Epilogue:
 
   @property
   def smem_bytes(self) -> int:
-    return self.out.num_bytes + (self.c.num_bytes if self.c else 0)
+    num_c = self.problem.epilogue.num_c
+    return self.out.num_bytes + (self.c.num_bytes * num_c if self.c else 0)
 
   def scratch(self) -> dict[str, Any]:
     """Scratch by name; hand all of it to `store` (as `refs`)."""
     scratch = {"out_slots": self.out.slots()}
     if self.c:
-      scratch["c_slots"] = self.c.slots()
-      scratch["c_barriers"] = plgpu.Barrier(num_barriers=self.c.num_wgs * NUM_SLOTS)
+      num_c = self.problem.epilogue.num_c
+      scratch |= {name: self.c.slots() for name in C_SLOTS[:num_c]}
+      scratch["c_barriers"] = plgpu.Barrier(
+          num_arrivals=num_c, num_barriers=self.c.num_wgs * NUM_SLOTS
+      )
     return scratch
 
   def prefetch(
-      self, c_gmem: Ref | None, refs, *, shape: tuple[int, int], wg, batch, row, col
+      self, c_gmem: Refs, refs, *, shape: tuple[int, int], wg, batch, row, col
   ) -> None:
-    """Starts to load the first pieces of c for a tile of `shape` at (row, col)."""
+    """Starts to load the first pieces of each c for a tile of `shape` at (row, col)."""
     for n, (i, j) in enumerate(self._pieces(shape)[:NUM_SLOTS]):
       self._start_c(c_gmem, refs, n, wg=wg, batch=batch, row=row + i, col=col + j)
 
   def store(
-      self, acc, out_gmem: Ref, c_gmem: Ref | None, refs, *, wg, batch, row, col,
+      self, acc, out_gmem: Ref, c_gmem: Refs, refs, *, wg, batch, row, col,
       of_batch=None, prefetched: bool = False,
   ):
     """Stores a warpgroup's accumulator [rows, cols] at (row, col) of the product.
@@ -170,7 +178,7 @@ class Epilogue:
       to = dict(slots=refs["out_slots"], wg=wg, row=at[0], col=at[1])
       pieces = []
       for begin, bias, saved in zip(
-          range(j, acc.shape[1], cols), BIASES, SAVED, strict=False
+          range(j, acc.shape[1], cols), BIASES, OTHERS, strict=False
       ):
         piece = acc[i : i + PIECE_ROWS, begin : begin + step]
         if self.scales:
@@ -185,13 +193,21 @@ class Epilogue:
           self._store_piece(piece, refs[saved].at[batch], index=index, **to)
           index += 1
         pieces.append(piece)
-      piece = activations.apply(epilogue.activation, pieces[0], self.arithmetic)
-      if epilogue.gated:
-        piece = piece * pieces[1]
-      if self.c:
-        piece = piece + self._wait_c(refs, n, wg) * jnp.float32(epilogue.beta)
-      self._store_piece(piece, out_gmem.at[batch], index=index, **to)
-      index += 1
+      c = self._wait_c(refs, n, wg)
+      if epilogue.slopes:
+        slopes = activations.slopes(epilogue.activation, c, self.arithmetic)
+        results = [pieces[0] * slope for slope in slopes]
+      else:
+        piece = activations.apply(epilogue.activation, pieces[0], self.arithmetic)
+        if epilogue.gated:
+          piece = piece * pieces[1]
+        if c:
+          piece = piece + c[0] * jnp.float32(epilogue.beta)
+        results = [piece]
+      others = [refs[name] for name in OTHERS[: len(results) - 1]]
+      for result, gmem in zip(results, [out_gmem, *others], strict=True):
+        self._store_piece(result, gmem.at[batch], index=index, **to)
+        index += 1
       ahead = n + NUM_SLOTS
       if ahead < len(starts):  # Every thread has read the slot: the store has a barrier.
         i, j = starts[ahead]
@@ -238,23 +254,27 @@ class Epilogue:
         out_gmem.at[pl.ds(row, self.out.rows), pl.ds(col, self.out.cols)],
     )
 
-  def _start_c(self, c_gmem: Ref | None, refs, n: int, *, wg, batch, row, col) -> None:
-    """Starts to load c at (row, col), the tile's `n`-th piece, if there is a c."""
-    if self.c is None:
-      return
-    tma, _ = self.c.views(refs["c_slots"])
-    plgpu.copy_gmem_to_smem(
-        c_gmem.at[batch, pl.ds(row, PIECE_ROWS), pl.ds(col, self.c.cols)],
-        tma.at[wg, n % NUM_SLOTS],
-        refs["c_barriers"].at[wg * NUM_SLOTS + n % NUM_SLOTS],
-    )
+  def _start_c(self, c_gmem: Refs, refs, n: int, *, wg, batch, row, col) -> None:
+    """Starts to load each c at (row, col), the tile's `n`-th piece."""
+    for source, name in zip(c_gmem, C_SLOTS, strict=False):
+      tma, _ = self.c.views(refs[name])
+      plgpu.copy_gmem_to_smem(
+          source.at[batch, pl.ds(row, PIECE_ROWS), pl.ds(col, self.c.cols)],
+          tma.at[wg, n % NUM_SLOTS],
+          refs["c_barriers"].at[wg * NUM_SLOTS + n % NUM_SLOTS],
+      )
 
-  def _wait_c(self, refs, n: int, wg):
-    """The tile's `n`-th piece of c, float32."""
-    _, registers = self.c.views(refs["c_slots"])
+  def _wait_c(self, refs, n: int, wg) -> list[Any]:
+    """The tile's `n`-th piece of each c, float32."""
+    if self.c is None:
+      return []
     plgpu.barrier_wait(refs["c_barriers"].at[wg * NUM_SLOTS + n % NUM_SLOTS])
-    piece = plgpu.load(registers.at[wg, n % NUM_SLOTS], layout=plgpu.Layout.WGMMA)
-    return piece.astype(jnp.float32)
+    pieces = []
+    for name in C_SLOTS[: self.problem.epilogue.num_c]:
+      registers = self.c.views(refs[name])[1].at[wg, n % NUM_SLOTS]
+      piece = plgpu.load(registers, layout=plgpu.Layout.WGMMA)
+      pieces.append(piece.astype(jnp.float32))
+    return pieces
 
   def finish(self) -> None:
     """Waits until every store of this warpgroup has left shared memory."""
@@ -305,9 +325,16 @@ def prepare_biases(epilogue: Epilogue, operands) -> dict[str, jax.Array]:
   }
 
 
-def prepare_c(c: jax.Array, problem: Problem) -> jax.Array:
-  """Pads the columns of c [batch, m, n] if TMA cannot take its row stride."""
-  pad = tiles.round_up(problem.n, tiles.swizzle_elems(c.dtype)) - problem.n
-  if problem.n % tiles.tma_stride_elems(c.dtype) == 0:
+def prepare_c(operands, problem: Problem) -> tuple[jax.Array, ...]:
+  """Each c [batch, m, n], the first of the operands behind lhs and rhs.
+
+  Their columns are padded if TMA cannot take their row stride.
+  """
+  return tuple(_padded(c, problem.n) for c in operands[: problem.epilogue.num_c])
+
+
+def _padded(c: jax.Array, n: int) -> jax.Array:
+  if n % tiles.tma_stride_elems(c.dtype) == 0:
     return c
+  pad = tiles.round_up(n, tiles.swizzle_elems(c.dtype)) - n
   return lax.pad(c, jnp.zeros((), c.dtype), ((0, 0, 0), (0, 0, 0), (0, pad, 0)))

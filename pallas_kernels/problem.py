@@ -64,13 +64,16 @@ class Epilogue:
 
   Attributes:
     alpha: factor of the product.
-    beta: factor of `c`; with 0 there is no operand `c`.
-    c_dtype: dtype of `c`, or None where beta is 0.
+    beta: factor of `c`.
+    c_dtype: dtype of `c`, or None where there is none.
     has_bias: whether there is an operand `bias` [n], added before the activation.
     activation: see `activations`.
     saves: whether what enters the activation is a second result, of the same dtype.
     gated: whether rhs is two matrices and the result activation(lhs @ gate + bias_gate)
       * (lhs @ up + bias_up). There are two biases then, and two arrays to save.
+    slopes: with 1 the result is alpha * lhs @ rhs times the activation's slope at c,
+      which enters it: the cotangent of the layer before. With 2 there are two c, z0 and
+      z1, and two results, of the factors of activation(z0) * z1.
     scaling: what factors the product has, which are operands: "rows", of each row and
       of each column; "blocks", of each row and of each 128 columns, one for every 128
       of k; see `scales`.
@@ -83,6 +86,7 @@ class Epilogue:
   activation: Activation = NONE
   saves: bool = False
   gated: bool = False
+  slopes: int = 0
   scaling: Literal["none", "rows", "blocks"] = "none"
 
   @property
@@ -92,20 +96,27 @@ class Epilogue:
   @property
   def is_fused(self) -> bool:
     """Whether it is more than alpha and c."""
-    return self.has_bias or self.activation != NONE or self.saves or self.gated
+    fused = self.has_bias or self.activation != NONE or self.saves or self.gated
+    return fused or self.slopes > 0
 
   @property
-  def num_saved(self) -> int:
+  def num_c(self) -> int:
+    """Operands c."""
+    return max(self.slopes, int(self.has_c))
+
+  @property
+  def num_others(self) -> int:
     """Results beside the first."""
-    return self.saves * (1 + self.gated)
+    return self.saves * (1 + self.gated) + max(0, self.slopes - 1)
 
   def __str__(self) -> str:
     """What is fused, for messages and tables of problems."""
     parts = ["bias"] if self.has_bias else []
     if self.activation != NONE:
-      parts.append(getattr(self.activation, "__name__", str(self.activation)))
+      name = getattr(self.activation, "__name__", str(self.activation))
+      parts.append(f"slope of {name}" if self.slopes else name)
     parts += ["saved"] if self.saves else []
-    parts += ["gated"] if self.gated else []
+    parts += ["gated"] if self.gated or self.slopes == 2 else []
     return "".join(f" + {part}" for part in parts)
 
 
@@ -151,7 +162,8 @@ class Problem:
     if not self.epilogue.is_fused:
       return self
     epilogue = dataclasses.replace(
-        self.epilogue, has_bias=False, activation=NONE, saves=False, gated=False
+        self.epilogue, has_bias=False, activation=NONE, saves=False, gated=False,
+        slopes=0, c_dtype=None if self.epilogue.slopes else self.epilogue.c_dtype,
     )
     return dataclasses.replace(self, epilogue=epilogue)
 
@@ -232,7 +244,8 @@ class Problem:
     if self.epilogue.c_dtype is not None:
       c = _size(self.out_shape) * jnp.dtype(self.epilogue.c_dtype).itemsize
     epilogue = self.epilogue
-    return lhs + rhs * (1 + epilogue.gated) + out * (1 + epilogue.num_saved) + c
+    results = out * (1 + epilogue.num_others)
+    return lhs + rhs * (1 + epilogue.gated) + results + c * epilogue.num_c
 
   def __str__(self) -> str:
     batch = f"{self.batch} x " if self.batch > 1 else ""

@@ -207,12 +207,10 @@ def _reduce(partials, others, problem, config, num_sms, interpret) -> jax.Array:
     epilogue.store(total, out_gmem, c_gmem, refs, wg=0, batch=batch, row=row, col=col)
     epilogue.finish()
 
-  inputs = [partials]
-  if epilogue.c is not None:
-    inputs.append(epilogues.prepare_c(others[0], problem))
+  inputs = partials, epilogues.prepare_c(others, problem)
   by_name = epilogues.prepare_biases(epilogue, others)
   return calls.run(
-      _kernel, tuple(inputs), problem, epilogue, name=f"{NAME}_reduce", scratch={},
+      _kernel, inputs, problem, epilogue, name=f"{NAME}_reduce", scratch={},
       grid=problem.batch * pieces, num_wgs=1, by_name=by_name, interpret=interpret,
   )
 

@@ -187,5 +187,6 @@ def lowered(kernel: str, problem, config) -> str:
   if problem.epilogue.gated:
     operands[1] = operands[1], operands[1]
     operands += operands[-1:] if problem.epilogue.has_bias else []
+  operands += operands[2:] * (problem.epilogue.slopes == 2)
   launch = lambda *x: KERNELS[kernel].launch(x, problem, config, num_sms=132)
   return jax.export.export(jax.jit(launch), platforms=["cuda"])(*operands).mlir_module()

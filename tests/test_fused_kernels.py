@@ -17,6 +17,7 @@ from tests.kernel_cases import LAYOUTS, lowered, make_problem, small_config
 
 FULL = Epilogue(alpha=0.5, beta=1.0, c_dtype="bfloat16", has_bias=True,
                 activation="gelu", saves=True)
+SLOPES = Epilogue(alpha=0.5, c_dtype="bfloat16", activation="gelu", slopes=1)
 
 
 def operands_of(problem):
@@ -27,11 +28,16 @@ def operands_of(problem):
     found[1] = found[1], other
     if problem.epilogue.has_bias:
       found.append(rest[-1])
+  if problem.epilogue.slopes == 2:
+    found.append(kernel_cases.random_operands(problem, seed=1)[2])
   return tuple(found)
 
 
 def truth(problem, operands):
-  """(result, what enters the activation, and its other factor) in float64."""
+  """(result, what enters the activation, and its other factor) in float64.
+
+  Or the product times each slope.
+  """
   epilogue = problem.epilogue
   plain = dataclasses.replace(problem, epilogue=Epilogue(epilogue.alpha))
   factors = operands[1] if epilogue.gated else operands[1:2]
@@ -43,6 +49,10 @@ def truth(problem, operands):
         for x, bias in zip(products, biases, strict=True)
     ]
   with jax.enable_x64(True):
+    if epilogue.slopes:
+      entering = [jnp.asarray(np.asarray(c).astype(np.float64)) for c in operands[2:]]
+      slopes = activations.slopes(epilogue.activation, entering)
+      return [products[0] * np.asarray(slope) for slope in slopes]
     out = np.asarray(activations.apply(epilogue.activation, jnp.asarray(products[0])))
   if epilogue.gated:
     out = out * products[1]
@@ -55,7 +65,7 @@ def check(kernel, problem, config, *, bound=4e-3):
   operands = operands_of(problem)
   found = kernel_cases.emulate(kernel, problem, config, operands)
   wanted = truth(problem, operands)
-  found = found if problem.epilogue.saves else (found,)
+  found = found if problem.epilogue.num_others else (found,)
   for ours, its in zip(found, wanted, strict=False):
     assert reference.relative_error(ours, its) < bound
 
@@ -112,6 +122,30 @@ def test_split_k(fields):
 def test_configs(fields):
   problem = make_problem(200, 300, 128, epilogue=FULL)
   check("persistent", problem, small_config("persistent", **fields))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slopes", [1, 2])
+@pytest.mark.parametrize("kernel", MOSAIC_KERNELS)
+def test_slopes(kernel, slopes):
+  """The cotangent of a layer's products, from that of the layer behind it."""
+  epilogue = dataclasses.replace(SLOPES, slopes=slopes)
+  problem = make_problem(130, 152, 136, "NT", batch=2, epilogue=epilogue)
+  check(kernel, problem, small_config(kernel))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kernel", "fields", "n"),
+    [("persistent", dict(wg_dim="tile", tile_n=64), 264),
+     ("persistent", dict(cluster_n=2), 264), ("persistent", {}, 101),
+     ("split_k", dict(splits=2, cluster_k=2), 264), ("split_k", dict(splits=3), 264)],
+    ids=str,
+)
+def test_slopes_in_configs(kernel, fields, n):
+  epilogue = dataclasses.replace(SLOPES, alpha=1.0, slopes=2, activation="silu")
+  problem = make_problem(140, n, 512, epilogue=epilogue)
+  check(kernel, problem, small_config(kernel, **fields))
 
 
 @pytest.mark.slow
@@ -240,13 +274,19 @@ GPU_CASES = [
     ("persistent", dict(tile_n=128), dataclasses.replace(FULL, gated=True), (520, 517)),
     ("persistent", dict(wg_dim="tile", tile_m=64), GATED, (520, 517)),
     ("persistent", dict(tile_n=256, cluster_m=2), GATED, (520, 517)),
+    *((kernel, {}, SLOPES, (520, 517)) for kernel in MOSAIC_KERNELS),
+    ("persistent", dict(wg_dim="tile", tile_n=192, num_stages=3),
+     dataclasses.replace(SLOPES, slopes=2), (520, 517)),
+    ("persistent", dict(cluster_m=2, tile_n=256, num_stages=3),
+     dataclasses.replace(SLOPES, slopes=2, activation="silu"), (520, 517)),
+    ("split_k", dict(splits=4, cluster_k=4), SLOPES, (520, 517)),
 ]
 
 
 def launch(kernel, problem, config, operands):
   run = lambda *x: KERNELS[kernel].launch(x, problem, config, num_sms=132)
   found = jax.jit(run)(*operands)
-  return found if problem.epilogue.saves else (found,)
+  return found if problem.epilogue.num_others else (found,)
 
 
 @pytest.mark.gpu
