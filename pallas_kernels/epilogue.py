@@ -308,6 +308,8 @@ def make_epilogue(
   # A wider c takes narrower pieces; both then have the same columns.
   itemsize = max(jnp.dtype(c_dtype).itemsize, problem.out_itemsize)
   cols = piece_cols(wg_tile_n, itemsize)
+  if problem.epilogue.slopes == 2 and cols >= 32:
+    cols //= 2  # Three arrays have slots, which the ring would lack.
   c = Staging(copied, c_dtype, cols, num_wgs)
   return Epilogue(problem, dataclasses.replace(out, cols=cols), c)
 

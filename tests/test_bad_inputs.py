@@ -44,11 +44,12 @@ def batched(*sizes: int) -> np.ndarray:
   return ones(*sizes, 4, 4)
 
 
-matmul, gemm, einsum, linear, gated, losses, scaled = (
+matmul, gemm, einsum, linear, gated, mlp, gated_mlp, losses, scaled = (
     functools.partial(functools.partial, f)
     for f in (
         jaxgemm.matmul, jaxgemm.gemm, jaxgemm.einsum, jaxgemm.linear,
-        jaxgemm.gated_linear, jaxgemm.linear_cross_entropy, jaxgemm.scaled_matmul,
+        jaxgemm.gated_linear, jaxgemm.mlp, jaxgemm.gated_mlp,
+        jaxgemm.linear_cross_entropy, jaxgemm.scaled_matmul,
     )
 )
 quantise, dequantise, explain = (
@@ -322,6 +323,24 @@ OF_LAYERS: dict[str, Case] = {
         gated(A, ones(16, 5)), TypeError, r"w_gate has shape \(16, 5\); .* holds two"),
     "gated_linear: activation": (
         gated(A, B, B, activation="swish"), ValueError, "gated_linear: activation"),
+    "mlp: w_up": (
+        mlp(A, ones(15, 4), B), TypeError, "mlp: x has .* must be k=15"),
+    "mlp: w_down": (
+        mlp(A, B, ones(5, 16)), TypeError, "mlp: x has .* w_down .* must be k=5"),
+    "mlp: bias_up": (
+        mlp(A, B, B.T, ones(5)), TypeError, r"mlp: bias_up has shape \(5,\)"),
+    "mlp: bias_down": (
+        mlp(A, B, B.T, None, ones(5)), TypeError, r"mlp: bias_down has shape \(5,\)"),
+    "mlp: activation": (
+        mlp(A, B, B.T, activation="swish"), ValueError, "mlp: activation 'swish'"),
+    "gated_mlp: shapes": (
+        gated_mlp(A, B, ones(16, 5), B.T), TypeError,
+        r"the shapes of w_gate \(16, 4\) and w_up \(16, 5\) must be the same"),
+    "gated_mlp: one bias": (
+        gated_mlp(A, B, B, B.T, bias_up=BIAS), ValueError,
+        "gated_mlp: bias_gate and bias_up are given both or not at all"),
+    "gated_mlp: residual": (
+        gated_mlp(A, B, B, B.T, residual=ones(7, 16)), ValueError, "gated_mlp: residual"),
     "linear_cross_entropy: labels": (
         losses(A, B, ones(8)), TypeError, "labels are float32; they must be integers"),
     "linear_cross_entropy: shape of labels": (

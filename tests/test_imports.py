@@ -30,7 +30,7 @@ LAYERS = (
     ("fused",),
     ("api", "autotune"),
     ("scaled", "layers", "einsums"),
-    ("losses",),
+    ("losses", "mlp"),
     ("__init__",),
 )
 KERNEL_IMPORTERS = {

@@ -212,28 +212,3 @@ def test_what_no_kernel_serves(rng):
   out = together(mixed, precision="highest")
   assert out.dtype == jnp.float32
   np.testing.assert_allclose(out, unfused(values), 5e-2, 5e-2)
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "named"),
-    [(dict(up=(60, 136)), TypeError, "mlp: x has shape .* must be k=60"),
-     (dict(down=(100, 48)), TypeError, "w_down .* must be k=100"),
-     (dict(up_bias=(3,)), TypeError, "mlp: bias_up has shape"),
-     (dict(down_bias=(3,)), TypeError, "mlp: bias_down has shape"),
-     (dict(residual=(7, 48)), ValueError, "mlp: residual"),
-     (dict(gate=(64, 100)), TypeError, "gated_mlp: the shapes of")],
-    ids=str,
-)
-def test_bad_shapes(changes, error, named, rng):
-  values = pick(operands(rng), (*PLAIN, *changes))
-  values |= {name: jnp.zeros(shape) for name, shape in changes.items()}
-  with pytest.raises(error, match=named):
-    together(values)
-
-
-def test_bad_arguments(rng):
-  values = operands(rng)
-  with pytest.raises(ValueError, match="mlp: activation 'swish'"):
-    together(pick(values, PLAIN), activation="swish")
-  with pytest.raises(ValueError, match="gated_mlp: bias_gate and bias_up"):
-    together(pick(values, GATED), bias_up=values["up_bias"])
