@@ -47,7 +47,7 @@ def mlp(
   Raises: as jaxgemm.linear.
   Example: y = jaxgemm.mlp(x, p["up"], p["down"], residual=x)
   """
-  def apart():
+  def one_by_one():
     hidden = linear(x, w_up, bias_up, activation=activation, **options)
     return linear(hidden, w_down, bias_down, residual=residual, **options)
 
@@ -57,7 +57,7 @@ def mlp(
   )
   return _together(
       "mlp", x, {"w_up": w_up}, {"bias_up": bias_up}, w_down, bias_down, activation,
-      residual, apart, **options,
+      residual, one_by_one, **options,
   )
 
 
@@ -80,7 +80,7 @@ def gated_mlp(
   Raises: as jaxgemm.gated_linear.
   Example: y = jaxgemm.gated_mlp(x, p["gate"], p["up"], p["down"], residual=x)
   """
-  def apart():
+  def one_by_one():
     hidden = gated_linear(
         x, w_gate, w_up, bias_gate=bias_gate, bias_up=bias_up, activation=activation,
         **options,
@@ -96,7 +96,7 @@ def gated_mlp(
   weights = {"w_gate": w_gate} | ({} if w_up is None else {"w_up": w_up})
   return _together(
       "gated_mlp", x, weights, {"bias_gate": bias_gate, "bias_up": bias_up}, w_down,
-      bias_down, activation, residual, apart, **options,
+      bias_down, activation, residual, one_by_one, **options,
   )
 
 
