@@ -86,7 +86,7 @@ class Estimate(NamedTuple):
   Attributes:
     time_us: all kernels' together.
     num_tiles, per_sm, k_steps: tiles, tiles of the busiest SM, k tiles of each.
-    memory_bound: whether the memory takes longer than the SMs.
+    bound: what bounds it: "the memory", "the SMs" or "power".
     sums: partial sums of each element that a second kernel adds up; 1: none.
     passes: over operands.
     loaded: operands that come through registers.
@@ -96,7 +96,7 @@ class Estimate(NamedTuple):
   num_tiles: int
   per_sm: int
   k_steps: int
-  memory_bound: bool
+  bound: str
   sums: int
   passes: tuple[Pass, ...]
   loaded: tuple[str, ...]
@@ -106,10 +106,9 @@ class Estimate(NamedTuple):
     extra += [f", + {what} {operand}" for what, operand, _ in self.passes]
     if self.loaded:
       extra.append(f", {' and '.join(self.loaded)} through registers")
-    bound = "the memory" if self.memory_bound else "the SMs"
     return (
         f"{self.num_tiles} tiles, {self.per_sm} an SM, {self.k_steps} k tiles each;"
-        f" bound by {bound}{''.join(extra)}"
+        f" bound by {self.bound}{''.join(extra)}"
     )
 
 
@@ -166,7 +165,9 @@ def estimate(
       supply=_supply(problem, config, model, costs, loaded, loads),
       splits_lhs=splits_lhs,
   )
-  busy = _limited(busy, _energy(problem, config, device, model, num_products))
+  energy = _energy(problem, config, device, model, num_products)
+  bound = "power" if energy > busy else "the SMs"
+  busy = _limited(busy, energy)
   memory = _memory(problem, device, model, memory_costs, tiles_m, tiles_n, weights)
   memory *= 1 + model.apart * (1 - 1 / splits)
   main = model.latency + soft_max(busy, memory)
@@ -182,8 +183,10 @@ def estimate(
   extra = _extra(problem, needed, sums, model)
   if split and split.scaled:
     extra += model.guard
+  if memory > busy:
+    bound = "the memory"
   return Estimate(
-      main + extra, num_tiles, per_sm, k_steps, memory > busy, sums, needed, loaded
+      main + extra, num_tiles, per_sm, k_steps, bound, sums, needed, loaded
   )
 
 
