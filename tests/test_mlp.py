@@ -110,9 +110,9 @@ def test_gradients_in_emulation(names, rng):
     assert reference.relative_error(ours[name], theirs[name]) < 1e-2, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("names", "products", "passes"), [(PLAIN, 5, 1), (PLAIN[:3], 5, 0), (GATED, 6, 0)],
-    ids=str,
+    ("names", "products", "passes"), [(PLAIN, 5, 1), (GATED, 6, 0)], ids=str
 )
 def test_nothing_lies_between_the_backward_products(names, products, passes, rng):
   """hidden, dz, d down, and of x and of up: only the gradient of a bias takes a pass.
