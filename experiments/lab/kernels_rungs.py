@@ -191,7 +191,7 @@ def launch(
       _load(jnp.int32(step))
     acc = _written_back() if written_back else _sum(_in_registers, k_steps)
     if config.cached_output:
-      call.epilogue.store(acc, out_gmem, None, refs, wg=0, batch=0, row=m, col=n)
+      call.epilogue.store(acc, out_gmem, (), refs, wg=0, batch=0, row=m, col=n)
       call.epilogue.finish()
     else:
       kernels_stores.store(out_gmem.at[0, *tile], acc.astype(out_dtype))
@@ -211,7 +211,7 @@ def launch(
   flat, tree = jax.tree.flatten(call.inputs)
 
   def body(*gmem, **refs):
-    sources = jax.tree.unflatten(tree, gmem[: len(flat)])
+    *sources, _ = jax.tree.unflatten(tree, gmem[: len(flat)])  # No c.
     out_gmem, *sums_gmem = gmem[len(flat) :]
     _kernel(*sources, out_gmem, sums_gmem[0] if sums_gmem else None, refs)
 

@@ -181,14 +181,14 @@ def _multiply(operands, problem, config, units, interpret) -> tuple[jax.Array, j
         @pl.when(whole)
         def _store():
           call.epilogue.store(
-              acc, out_gmem, None, refs, wg=wg, batch=0, row=m + row, col=n
+              acc, out_gmem, (), refs, wg=wg, batch=0, row=m + row, col=n
           )
 
         @pl.when(jnp.logical_not(whole))
         def _store_sum():
           slot = 2 * cta + (begin == tile * k_steps).astype(jnp.int32)
           of_sums.store(
-              acc, sums_gmem, None, refs | {"out_slots": refs["sum_slots"]}, wg=wg,
+              acc, sums_gmem, (), refs | {"out_slots": refs["sum_slots"]}, wg=wg,
               batch=slot, row=row, col=0,
           )
 
@@ -203,7 +203,7 @@ def _multiply(operands, problem, config, units, interpret) -> tuple[jax.Array, j
   flat, tree = jax.tree.flatten(call.inputs)
 
   def body(*gmem, **refs):
-    sources = jax.tree.unflatten(tree, gmem[: len(flat)])
+    *sources, _ = jax.tree.unflatten(tree, gmem[: len(flat)])  # No c.
     _kernel(*sources, *gmem[len(flat) :], refs)
 
   return plgpu.kernel(
@@ -265,7 +265,7 @@ def _mend(out, partials, problem, config, units, interpret) -> jax.Array:
       )
       _, m, n = grid.locate(tile)
       epilogue.store(
-          total, out_gmem, None, refs, wg=0, batch=0, row=m + row, col=n + col
+          total, out_gmem, (), refs, wg=0, batch=0, row=m + row, col=n + col
       )
       epilogue.finish()
 
