@@ -249,14 +249,18 @@ def test_each_of_several_questions_has_a_process(tmp_path, monkeypatch, capfd):
 def test_questions_are_shared_out_over_gpus(tmp_path, monkeypatch, capfd):
   """Two at once, never on one GPU; rows that may not be whole are not on the page."""
   both, busy, most = threading.Barrier(2, timeout=20), set(), []
+  names = ("ladder", "caching", "stages", "splits")
+  texts = {  # Here, as made_up_rows is not for several threads.
+      name: "".join(row.to_json() + "\n" for row in made_up_rows(name, quick=True))
+      for name in names
+  }
 
   def run(command, *, check, env):
     del check
     name, gpu = command[-1].removeprefix("--only="), env["CUDA_VISIBLE_DEVICES"]
     assert gpu in ("5", "7") and gpu not in busy
     busy.add(gpu)
-    text = "".join(row.to_json() + "\n" for row in made_up_rows(name, quick=True))
-    path = tmp_path / f"lab_{name}.jsonl"
+    path, text = tmp_path / f"lab_{name}.jsonl", texts[name]
     if name == "ladder":
       path.write_text(text[:-9], encoding="utf-8")  # What it is writing.
     if name in ("ladder", "caching"):
@@ -269,11 +273,11 @@ def test_questions_are_shared_out_over_gpus(tmp_path, monkeypatch, capfd):
   monkeypatch.setattr(program.subprocess, "run", run)
   monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
   with pytest.raises(SystemExit):
-    _run(tmp_path, "--only=ladder,caching,stages,splits", "--quick", "--gpus=2")
+    _run(tmp_path, f"--only={','.join(names)}", "--quick", "--gpus=2")
   assert capfd.readouterr().err.endswith("failed:\nstages: exit status 1\n")
   assert max(most) == 2 and not busy
   text = (tmp_path / "lab.html").read_text(encoding="utf-8")
-  for name in ("ladder", "caching", "stages", "splits"):
+  for name in names:
     assert f'<section id="{name}">' in text
 
   with pytest.raises(app.UsageError, match="--gpus=3, and CUDA_VISIBLE_DEVICES=5,7"):
