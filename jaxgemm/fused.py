@@ -90,11 +90,9 @@ def _jvp(primals, tangents, *, product: Product):
     return jax.jvp(function, tuple(primals), tangents)
   product, primals, tangents = apart(product, primals, tangents)
   found, out_dot = differentiated(product, primals, tangents)
-  operands, dots = product.named(primals), product.named(tangents)
-  if dots.c is not None and _moves(dots.c):
-    out_dot = ad.add_tangents(out_dot, scaled(dots.c, product.beta, product.out_dtype))
   if not product.saves:
     return found[:1], [out_dot]
+  operands, dots = product.named(primals), product.named(tangents)
   others = [
       _entering_dot(product, operands, dots, i) for i in range(product.num_results - 1)
   ]
@@ -113,8 +111,8 @@ def differentiated(
 ):
   """The results of linear_p, with what its slopes depend on, and a tangent.
 
-  That of the result, c's apart; or with the product `behind` it and its rhs, that
-  product's of it.
+  That of the result; or of a product without c, with the one `behind` it and its rhs,
+  the tangent of that one's result by its lhs.
   """
   operands, dots = product.named(primals), product.named(tangents)
   known = not _needs_entering(product) or product.recomputes
@@ -129,11 +127,15 @@ def differentiated(
     known_by = ()
     if _needs_entering(product):
       known_by = operands.biases if product.recomputes else found[1:]
-    return found, Tangent.bind(product, operands, known_by, moving, behind=behind)
-  aval = jax.typeof(found[0])
-  if behind is not None:
-    aval = result_type(aval, jax.typeof(behind[1]), behind[0])
-  return found, ad.Zero(aval.to_tangent_aval())
+    out_dot = Tangent.bind(product, operands, known_by, moving, behind=behind)
+  else:
+    aval = jax.typeof(found[0])
+    if behind is not None:
+      aval = result_type(aval, jax.typeof(behind[1]), behind[0])
+    out_dot = ad.Zero(aval.to_tangent_aval())
+  if dots.c is not None and _moves(dots.c):
+    out_dot = ad.add_tangents(out_dot, scaled(dots.c, product.beta, product.out_dtype))
+  return found, out_dot
 
 
 def _halves_of_tangent(x, axis: int) -> list:

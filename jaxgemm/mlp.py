@@ -20,7 +20,6 @@ from jaxgemm.arguments import as_array
 from jaxgemm.dims import fold
 from jaxgemm.fused import apart, bind, differentiated
 from jaxgemm.layers import Layer, gated_linear, layer_axes, linear, make_layer
-from jaxgemm.primitive import scaled
 from jaxgemm.product import Product
 from pallas_kernels import compat
 from pallas_kernels.problem import Activation
@@ -158,14 +157,10 @@ def _jvp(products: _Products, primals, tangents):
       product, up, up_dots, behind=(products[1], down[0])
   )
   zero = ad.Zero(jax.typeof(hidden).to_tangent_aval())
-  operands, dots = (hidden, *down), (zero, *down_dots)
-  (out, *_), other_dot = differentiated(products[1], operands, dots)
-  out_dot = ad.add_tangents(out_dot, other_dot)
-  c_dot = products[1].named(dots).c
-  if c_dot is not None and type(c_dot) is not ad.Zero:
-    c_dot = scaled(c_dot, products[1].beta, products[1].out_dtype)
-    out_dot = ad.add_tangents(out_dot, c_dot)
-  return out, ad.instantiate_zeros(out_dot)
+  (out, *_), other_dot = differentiated(
+      products[1], (hidden, *down), (zero, *down_dots)
+  )
+  return out, ad.instantiate_zeros(ad.add_tangents(out_dot, other_dot))
 
 
 def _zero(tangent):
