@@ -91,11 +91,16 @@ def test_gradients_against_float64(dtype, names, rng):
   run = functools.partial(together, precision="highest")
   loss, ours = gradients(run, ct)(values)
   wide, theirs = in_float64(gradients(unfused, ct.astype(np.float64)), values)
-  bound = 3e-6 if dtype == "float32" else 1e-2
-  assert abs(loss - wide) < bound * np.abs(ct).sum()
+  with jax.default_matmul_precision("highest"):
+    baseline_loss, baseline = gradients(unfused, ct)(values)
+  room = 1e-7 * np.abs(ct).sum()  # A sum may happen to be exact.
+  assert abs(loss - wide) <= 2 * abs(baseline_loss - wide) + room
   for name in names:
     assert ours[name].dtype == dtype
-    assert reference.relative_error(ours[name], theirs[name]) < bound, name
+    error, its = (
+        reference.relative_error(x[name], theirs[name]) for x in (ours, baseline)
+    )
+    assert error <= 2 * its, (name, error, its)
 
 
 @pytest.mark.slow
@@ -112,23 +117,20 @@ def test_gradients_in_emulation(names, rng):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("names", "products", "passes"), [(PLAIN, 5, 1), (GATED, 6, 0)], ids=str
+    ("names", "products"), [(PLAIN[:3], 5), (GATED, 6)], ids=str
 )
-def test_nothing_lies_between_the_backward_products(names, products, passes, rng):
-  """hidden, dz, d down, and of x and of up: only the gradient of a bias takes a pass.
-
-  That of the layer behind needs one anyhow; XLA's, as no activation is behind it.
-  """
+def test_nothing_lies_between_the_backward_products(names, products, rng):
+  """hidden, dz, d down, and of x and of up; only the gradient of a bias takes a pass."""
   values = operands(rng, "bfloat16", (4, 512), 512, 1024, 512)
   args = [values[name] for name in names]
 
   def kernels(run):
     loss = lambda *args: jnp.sum(run(dict(zip(names, args, strict=True))))
-    wanted = [i for i, name in enumerate(names) if name not in ("gate", "down_bias")]
+    wanted = [i for i, name in enumerate(names) if name != "gate"]
     return cuda_kernels(jax.grad(loss, wanted), *args)
 
   found, otherwise = kernels(together), kernels(apart)
-  assert found["cotangents"] == passes and otherwise["cotangents"] == 1
+  assert not found["cotangents"] and otherwise["cotangents"] == 1
   for one in (found, otherwise):
     assert one.total() - one["cotangents"] == products and not one["xla"]
 
