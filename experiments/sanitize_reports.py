@@ -52,12 +52,6 @@ class Explanation:
 
 EXPLAINED = (
     Explanation(
-        "initcheck", r".*split_k_reduce.*",
-        r"Uninitialized __global__ memory read of size 8 bytes",  # Two float32 sums.
-        "the split_k kernel writes these sums by TMA, which initcheck does not see; that"
-        " it writes all of them is what experiments.fuzz shows, where they begin as NaN",
-    ),
-    Explanation(
         "initcheck", rf"(?!.*{OURS}).+",
         r"Uninitialized __global__ memory read of size \d+ bytes",
         "a kernel of XLA's that reads what ours wrote by TMA, which initcheck does not"

@@ -9,11 +9,11 @@ each in a fixed order, whoever finished first: every run gives the same bits.
 
   1. The CTAs of a cluster of `cluster_k` add theirs through distributed shared
      memory (see `exchange`).
-  2. Where that leaves several sums, they are stored in float32, and a second
-     kernel adds them (and transposes them, if they are of the transposed product).
+  2. Where that leaves several sums, they are stored in float32, and a kernel of XLA's
+     adds them (and transposes them, if they are of the transposed product): see
+     `partial_sums`. They are in the L2 still.
 
-Barriers: see `ring` and `exchange`. The second kernel has none: the sums go from
-GMEM (they are in the L2) straight to registers.
+Barriers: see `ring` and `exchange`.
 Constraints: see `supports`.
 Source: split-k as in CUTLASS's parallel split-k.
 """
@@ -25,18 +25,14 @@ import functools
 
 import jax
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import accumulate, calls, persistent, specialised, tiles
-from pallas_kernels import epilogue as epilogues
+from pallas_kernels import calls, partial_sums, persistent, specialised, tiles
 from pallas_kernels.exchange import MAX_CTAS, Exchange
 from pallas_kernels.problem import Epilogue, Problem, SplitKConfig
 
 NAME = "split_k"
 Config = SplitKConfig
-LOADS_IN_FLIGHT = 16  # Parts that the reduction loads before it adds them.
 
 
 def supports(problem: Problem, config: SplitKConfig) -> str | None:
@@ -92,8 +88,8 @@ def _first_kernel(
 ) -> tuple[Problem, SplitKConfig]:
   """The problem whose results the first kernel stores, and its config.
 
-  Partial sums are padded to whole pieces of the second kernel. Those of a transposed
-  product stay so: the second kernel transposes them.
+  Partial sums are padded to rows that TMA can store. Those of a transposed product stay
+  so until they are added up.
   """
   sums = config.splits // config.cluster_k
   if sums == 1:
@@ -108,8 +104,7 @@ def _first_kernel(
 def _partial_sums(product: Problem, sums: int) -> Problem:
   return dataclasses.replace(
       product,
-      m=tiles.round_up(product.m, epilogues.PIECE_ROWS),
-      n=tiles.round_up(product.n, tiles.swizzle_elems(jnp.float32)),
+      n=tiles.round_up(product.n, tiles.tma_stride_elems(jnp.float32)),
       batch=product.batch * sums,
       out_dtype="float32",
       epilogue=Epilogue(),
@@ -130,7 +125,10 @@ def _launch(operands, *, problem, config, num_sms, interpret, split) -> jax.Arra
   if config.splits == config.cluster_k:
     return _multiply(operands, problem, config, num_sms, interpret, split)
   sums = _multiply(operands[:2], problem, config, num_sms, interpret, split)
-  return _reduce(sums, operands[2:], problem, config, num_sms, interpret)
+  return partial_sums.add_up(
+      sums, operands[2:], problem, config.splits // config.cluster_k,
+      transposed=config.swap,
+  )
 
 
 def _multiply(operands, problem, config, num_sms, interpret, split) -> jax.Array:
@@ -159,62 +157,3 @@ def _multiply(operands, problem, config, num_sms, interpret, split) -> jax.Array
       call, product, config, name=NAME, num_sms=num_sms, k_steps=k_steps,
       copies=sums, operand_origin=operand_origin, exchange=exchange,
   )
-
-
-def _reduce(partials, others, problem, config, num_sms, interpret) -> jax.Array:
-  """Kernel 2: adds the sums in order, then the epilogue, of which `others` are operands.
-
-  Rows and columns are those of what was multiplied.
-  """
-  _, rows, cols = partials.shape
-  product = specialised.multiplied(problem, config)
-  piece_cols = _piece_cols(problem.batch * (rows // epilogues.PIECE_ROWS), cols, num_sms)
-  pieces_n = tiles.cdiv(product.n, piece_cols)
-  pieces = (rows // epilogues.PIECE_ROWS) * pieces_n
-  splits = config.splits // config.cluster_k
-  emulated = interpret is not None
-  epilogue = epilogues.make_epilogue(
-      problem, piece_cols, 1, emulated=emulated, transposed=config.swap
-  )
-
-  def _kernel(partial_gmem, c_gmem, out_gmem, refs):
-    index = lax.axis_index("cta")
-    batch = lax.div(index, jnp.int32(pieces))
-    piece = index - batch * pieces
-    row = lax.div(piece, jnp.int32(pieces_n)) * epilogues.PIECE_ROWS
-    col = lax.rem(piece, jnp.int32(pieces_n)) * piece_cols
-
-    def _load(split):
-      part = partial_gmem.at[
-          batch * splits + split, pl.ds(row, epilogues.PIECE_ROWS), pl.ds(col, piece_cols)
-      ]
-      return plgpu.load(part, layout=plgpu.Layout.WGMMA, optimized=False)
-
-    def _add(sums, first, count):
-      parts = [_load(first + i) for i in range(count)]
-      for part in parts:
-        sums = accumulate.two_sum(*sums, part)
-      return sums
-
-    rounds, rest = divmod(splits, LOADS_IN_FLIGHT)
-    zeros = accumulate.zeros((epilogues.PIECE_ROWS, piece_cols))
-    sums = lax.fori_loop(
-        jnp.int32(0), jnp.int32(rounds),
-        lambda i, sums: _add(sums, i * LOADS_IN_FLIGHT, LOADS_IN_FLIGHT), (zeros, zeros),
-    )
-    total, rest = _add(sums, rounds * LOADS_IN_FLIGHT, rest)
-    total = total + accumulate.finite(rest)
-    epilogue.store(total, out_gmem, c_gmem, refs, wg=0, batch=batch, row=row, col=col)
-    epilogue.finish()
-
-  inputs = partials, epilogues.prepare_c(others, problem)
-  by_name = epilogues.prepare_biases(epilogue, others)
-  return calls.run(
-      _kernel, inputs, problem, epilogue, name=f"{NAME}_reduce", scratch={},
-      grid=problem.batch * pieces, num_wgs=1, by_name=by_name, interpret=interpret,
-  )
-
-
-def _piece_cols(row_pieces: int, cols: int, num_sms: int) -> int:
-  """The wider piece if it still gives every SM one, else the narrower."""
-  return 32 if row_pieces * tiles.cdiv(cols, 32) >= num_sms else 16

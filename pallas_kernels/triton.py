@@ -37,7 +37,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from pallas_kernels import tiles
+from pallas_kernels import partial_sums, tiles
 from pallas_kernels.problem import Problem, TritonConfig
 
 NAME = "triton"
@@ -155,7 +155,7 @@ def launch(
       (lhs, rhs, c[0] if c and not parts else lhs), out, num_ctas(problem, config),
       config, _constants(problem, config, lhs, rhs), compute_capability,
   )
-  return _sum_of_parts(out, c, problem, config) if parts else out
+  return partial_sums.add_up(out, c, problem, config.splits) if parts else out
 
 
 def _prepared(x: jax.Array) -> jax.Array:
@@ -215,16 +215,3 @@ def _interpreted(inputs, out, grid: int, config: TritonConfig, constants, capabi
 
   del config, capability  # The interpreter has neither warps nor stages.
   return triton_interpret.run(inputs, out, grid, constants)
-
-
-def _sum_of_parts(parts, c, problem: Problem, config: TritonConfig) -> jax.Array:
-  """Adds the parts in their order, then the epilogue: one kernel of XLA."""
-  parts = lax.reshape(parts, (problem.batch, config.splits, problem.m, problem.n))
-  acc = parts[:, 0]
-  for split in range(1, config.splits):
-    acc = acc + parts[:, split]
-  if problem.epilogue.alpha != 1.0:
-    acc = acc * jnp.float32(problem.epilogue.alpha)
-  if c:
-    acc = acc + c[0].astype(jnp.float32) * jnp.float32(problem.epilogue.beta)
-  return acc.astype(problem.out_dtype)
