@@ -27,12 +27,14 @@ class Layers:
   Attributes:
     linear: linear(x, w, bias=None, *, activation=None, residual=None,
       transposed=False).
-    gated: gated(x, w_gate, w_up), with silu.
+    mlp: mlp(x, w_up, w_down, bias_up, bias_down, *, activation, residual).
+    gated_mlp: gated_mlp(x, w_gate, w_up, w_down, *, residual), with silu.
     cross_entropy: cross_entropy(x, w, labels, transposed=False): float32, of each row.
   """
 
   linear: Callable[..., jax.Array]
-  gated: Callable[..., jax.Array]
+  mlp: Callable[..., jax.Array]
+  gated_mlp: Callable[..., jax.Array]
   cross_entropy: Callable[..., jax.Array]
 
 
@@ -45,8 +47,13 @@ def _linear(x, w, bias=None, *, activation=None, residual=None, transposed=False
   return out if residual is None else out + residual
 
 
-def _gated(x, w_gate, w_up):
-  return jax.nn.silu(x @ w_gate) * (x @ w_up)
+def _mlp(x, w_up, w_down, bias_up, bias_down, *, activation, residual):
+  hidden = _linear(x, w_up, bias_up, activation=activation)
+  return _linear(hidden, w_down, bias_down, residual=residual)
+
+
+def _gated_mlp(x, w_gate, w_up, w_down, *, residual):
+  return _linear(jax.nn.silu(x @ w_gate) * (x @ w_up), w_down, residual=residual)
 
 
 def _cross_entropy(x, w, labels, *, transposed=False):
@@ -55,9 +62,9 @@ def _cross_entropy(x, w, labels, *, transposed=False):
 
 
 LAYERS = {
-    "xla": Layers(_linear, _gated, _cross_entropy),
+    "xla": Layers(_linear, _mlp, _gated_mlp, _cross_entropy),
     "jaxgemm": Layers(
-        jaxgemm.linear, jaxgemm.gated_linear, jaxgemm.linear_cross_entropy
+        jaxgemm.linear, jaxgemm.mlp, jaxgemm.gated_mlp, jaxgemm.linear_cross_entropy
     ),
 }
 
@@ -112,8 +119,8 @@ def llama(
       seen = _attention(q, k, values, is_causal=True)
     seen = seen.reshape(sequences, tokens, heads * head)
     x = layers.linear(seen, v["out"], residual=x)
-    hidden = layers.gated(_rms_norm(x, v["mlp_norm"]), v["gate"], v["up"])
-    return layers.linear(hidden, v["down"], residual=x)
+    normal = _rms_norm(x, v["mlp_norm"])
+    return layers.gated_mlp(normal, v["gate"], v["up"], v["down"], residual=x)
 
   return Block(shapes, run, trains=not cached)
 
@@ -139,8 +146,10 @@ def pre_norm_block(
   seen = _attention(*(mixed[:, :, i] for i in range(3)), is_causal=is_causal)
   x = layers.linear(seen.reshape(x.shape), v["out"], v["out_bias"], residual=x)
   normal = layer_norm(x, v["mlp_scale"], v["mlp_shift"])
-  hidden = layers.linear(normal, v["up"], v["up_bias"], activation="gelu")
-  return layers.linear(hidden, v["down"], v["down_bias"], residual=x)
+  return layers.mlp(
+      normal, v["up"], v["down"], v["up_bias"], v["down_bias"], activation="gelu",
+      residual=x,
+  )
 
 
 def vit(images: int, patches: int = 196, width: int = 1024, heads: int = 16) -> Block:
