@@ -13,13 +13,15 @@ on average over the problems,
   python -m experiments.fit_heuristics results/sweep_random.jsonl
   python -m experiments.fit_heuristics --check results/sweep_*.jsonl
 
+  python -m experiments.fit_heuristics --constants=reduce,reduce_rate results/sweep_*.jsonl
+
 It prints the fitted constants, ready to paste, and the regret of each problem
 before and after; with --check only the regret of the present constants.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 import dataclasses
 import inspect
 import json
@@ -49,6 +51,15 @@ _ITERATIONS = flags.DEFINE_integer(
     "Steps of the search; by default as many as take about half a minute, at most"
     " 700.",
     lower_bound=1,
+)
+
+_CONSTANTS = flags.DEFINE_list(
+    "constants", None, "The constants to fit, the others held still; by default all."
+)
+_NAMES = [field.name for field in dataclasses.fields(cost_model.Model)]
+flags.register_validator(
+    _CONSTANTS.name, lambda names: names is None or names and set(names) <= set(_NAMES),
+    f"must be among {', '.join(_NAMES)}",
 )
 
 _MAX_ITERATIONS = 700
@@ -188,10 +199,11 @@ def fit(
     *,
     iterations: int,
     seed: int,
+    names: Collection[str] = tuple(_NAMES),
 ) -> cost_model.Model:
   """Returns the model that a random search from `start` finds best.
 
-  Its constants have three significant digits.
+  The search moves the constants of those names, which have three significant digits.
   """
   rng = np.random.default_rng(seed)
   origin = np.log(dataclasses.astuple(start))
@@ -201,13 +213,14 @@ def fit(
     pull = _PULL * np.mean((logs - origin) ** 2)
     return loss(groups, model) + float(pull), model
 
+  moved = np.array([name in names for name in _NAMES])
   best = origin
   best_loss, best_model = evaluated(origin)
   step = _STEP
   shown = progress.bar(range(iterations), desc="fit", unit="step")
   for iteration in shown:
-    changed = rng.random(len(best)) < rng.choice(_CHANGED)
-    changed[rng.integers(len(best))] = True
+    changed = moved & (rng.random(len(best)) < rng.choice(_CHANGED))
+    changed[rng.choice(np.flatnonzero(moved))] = True
     logs = best + changed * rng.normal(0.0, step, len(best))
     if (found := evaluated(logs))[0] < best_loss:
       best, (best_loss, best_model) = logs, found
@@ -294,6 +307,7 @@ def main(argv: Sequence[str]) -> None:
         groups,
         iterations=_ITERATIONS.value or min(_MAX_ITERATIONS, affordable),
         seed=common_flags.SEED.value,
+        names=_CONSTANTS.value or _NAMES,
     )
   print(table(groups, models))
   for name, model in models.items():

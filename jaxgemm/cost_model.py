@@ -35,16 +35,18 @@ class Model:
 
   roles: float = 0.574  # Of a kernel with a producer: to part the registers.
   team: float = 0.571  # Of each consumer but the first, to get going.
-  cluster: float = 0.00975  # Of each CTA of a cluster, to be launched together.
+  cluster: float = 0.0108  # Of each CTA of a cluster, to be launched together.
   latency: float = 0.797  # From asking for a tile to having it.
   wait: float = 0.692  # The same, while all SMs ask, beside what its bytes take.
   descriptors: float = 0.328  # Until TMA has fetched them, and of its last store.
   l2_rate: float = 137e3  # L2 to shared memory.
   multicast: float = 0.587  # What an SM receives, beside what it asks for.
-  short_rows: float = 0.00843  # Of operands copied in rows of 128 bytes; less if longer.
-  crooked_rows: float = 1.67  # The same, where rows begin in the midst of 128 bytes.
-  crooked_memory: float = 0.353  # What crooked rows cost the memory itself.
-  reread: float = 0.163  # Share of an operand that each second tile fetches anew.
+  short_rows: float = 0.0108  # Of operands copied in rows of 128 bytes; less if longer.
+  crooked_rows: float = 2.2  # The same, where rows begin in the midst of 128 bytes.
+  crooked_memory: float = 0.361  # What crooked rows cost the memory itself.
+  crooked_32: float = 0.459  # Of both, where they begin at multiples of 32 bytes.
+  crooked_64: float = 0.324  # The same, of 64 bytes.
+  reread: float = 0.221  # Share of an operand that each second tile fetches anew.
   load_rate: float = 39.6e3  # Memory to shared memory through registers, shifted.
   direct_rate: float = 57.5e3  # The same, where rows are aligned to 16 bytes.
   round: float = 0.246  # Of direct's loads that wait for the ones before.
@@ -62,13 +64,14 @@ class Model:
   lhs_split: float = 0.285  # Of 32 of k and 64 columns in registers, by one consumer.
   lhs_split_two: float = 0.37  # The same, by two at once.
   lhs_split_three: float = 0.30
-  exchange_rate: float = 8.16e3  # Through distributed shared memory.
+  exchange_rate: float = 8.94e3  # Through distributed shared memory.
   energy: float = 1.18  # Of an operation, at the highest clocks: 1 is what power allows.
   fill_energy: float = 12.6  # The same, of an element on its way into shared memory.
   memory: float = 1.04  # Share of the bandwidth that a product reaches.
-  apart: float = 0.149  # What the memory loses where k is split: rows far apart.
-  reduce: float = 3.4  # Launch of the kernel that adds the parts of split-k.
-  reduce_rate: float = 2.81e6  # Its bytes, out of the L2; of the whole chip.
+  apart: float = 0.191  # What the memory loses where k is split: rows far apart.
+  reduce: float = 1.94  # Launch of the kernel that adds the parts of split-k.
+  reduce_rate: float = 5.87e6  # Its bytes, out of the L2; of the whole chip.
+  part: float = 0.0136  # Of each part of an element, one after the other.
   guard: float = 14.0  # Of float16 parts: to see whether they do, in small kernels.
   pass_launch: float = 0.809  # Launch of a pass over an operand.
   pass_rate: float = 3.57e6  # Bytes read and written; of the whole chip.
@@ -391,7 +394,7 @@ def _extra(
   time = 0.0
   if sums > 1:
     partial_bytes = 4 * problem.batch * problem.m * problem.n * sums
-    time += model.reduce + partial_bytes / model.reduce_rate
+    time += model.reduce + model.part * sums + partial_bytes / model.reduce_rate
   for _, _, num_bytes in needed:
     time += model.pass_launch + 2 * num_bytes / model.pass_rate
   return time
@@ -440,10 +443,19 @@ def _row_costs(
   ):
     row_bytes = tiles.SWIZZLE_BYTES if k_major else tile_mn * problem.itemsize
     extra = 0.0 if k_major else model.short_rows  # The next k tile follows in memory.
-    if operand not in padded and operand in misaligned(problem, tiles.SWIZZLE_BYTES):
-      extra += crooked_rows
+    if operand not in padded:
+      extra += crooked_rows * _crooked(problem, operand, model)
     costs.append(1.0 + extra * tiles.SWIZZLE_BYTES / row_bytes)
   return costs[0], costs[1]
+
+
+def _crooked(problem: Problem, operand: str, model: Model) -> float:
+  """How much of an operand's rows lies in lines of 128 bytes that others share."""
+  if operand not in misaligned(problem, tiles.SWIZZLE_BYTES):
+    return 0.0
+  if operand not in misaligned(problem, 64):
+    return model.crooked_64
+  return 1.0 if operand in misaligned(problem, 32) else model.crooked_32
 
 
 @functools.lru_cache(maxsize=1024)
