@@ -13,7 +13,7 @@ on average over the problems,
   python -m experiments.fit_heuristics results/sweep_random.jsonl
   python -m experiments.fit_heuristics --check results/sweep_*.jsonl
 
-  python -m experiments.fit_heuristics --constants=reduce,reduce_rate results/sweep_*.jsonl
+  python -m experiments.fit_heuristics --constants=reduce,part results/sweep_*.jsonl
 
 It prints the fitted constants, ready to paste, and the regret of each problem
 before and after; with --check only the regret of the present constants.

@@ -34,14 +34,23 @@ def add_up(
   if transposed:
     total = lax.transpose(total, (0, 2, 1))
   found = [x.astype(problem.out_dtype) for x in _epilogue(total, others, problem)]
+  # A result is rounded, whatever follows: XLA drops conversions back and forth.
+  found = lax.optimization_barrier(found)
   return tuple(found) if len(found) > 1 else found[0]
 
 
 def _sum(parts) -> jax.Array:
-  """The sum in order, with what rounding takes away of it given back at the end."""
+  """The sum in order, with what rounding takes away of it given back at the end.
+
+  By Knuth's two-sum, as a part may be larger than the sum before; `accumulate` has no
+  registers for it. Here it costs nothing: the loads take longer.
+  """
   total, rest = parts[0], jnp.zeros_like(parts[0])
   for part in parts[1:]:
-    total, rest = accumulate.two_sum(total, rest, part)
+    larger = total + part
+    of_part = larger - total
+    rest = rest + ((total - (larger - of_part)) + (part - of_part))
+    total = larger
   return total + accumulate.finite(rest)
 
 
