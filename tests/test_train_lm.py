@@ -162,4 +162,5 @@ def test_gpt_2_learns_alike():
       jax.grad(lambda p: gpt2.loss(p, tokens, TINY, layers)), params
   )
   names = ("jaxgemm_linear", "jaxgemm", "jaxgemm_cotangents")
-  assert [found[name] for name in names] == [4, 8 + 3, 4]
+  # Of the eight backward products that of the input gradient behind gelu has its slopes.
+  assert [found[name] for name in names] == [4 + 1, 7 + 3, 4]
