@@ -92,6 +92,8 @@ class Group:
 
   Attributes:
     name, problem, device: which problem, and where it was measured.
+    sustained: whether each candidate ran alone, at the clocks that it leaves itself;
+      else they ran in turns, and shared their clocks.
     measured: the candidates.
     xla_us: XLA's time, or None.
     xla_estimate_us: its estimate where it is a candidate; no constant is in it.
@@ -100,6 +102,7 @@ class Group:
   name: str
   problem: Problem
   device: Device
+  sustained: bool
   measured: tuple[Measured, ...]
   xla_us: float | None
   xla_estimate_us: float | None
@@ -114,6 +117,19 @@ class Group:
         )[0]
         for one in self.measured
     ])
+
+  def expected_us(self, model: cost_model.Model) -> tuple[np.ndarray, float]:
+    """Returns the time of each candidate as it was measured, and its tolerance.
+
+    In turns no candidate pays for the energy that it takes, but all of them for what all
+    take: by up to the tolerance, a factor, more than is expected.
+    """
+    estimates_us = self.estimates_us(model)
+    if self.sustained:
+      return estimates_us, 1.0
+    free = self.estimates_us(dataclasses.replace(model, energy=0.0))
+    best = int(free.argmin())
+    return free, estimates_us[best] / free[best]
 
   def times_us(self) -> np.ndarray:
     return np.array([one.time_us for one in self.measured])
@@ -175,17 +191,22 @@ def _group(rows: Sequence[dict[str, Any]]) -> Group:
       usable = KERNELS[kernel].supports(problem, config) is None
     if usable:
       measured.append(Measured(kernel, config, time_us, (kernel, config) in listed))
-  return Group(first["name"], problem, device, tuple(measured), xla_us, xla_estimate)
+  return Group(
+      first["name"], problem, device, first.get("sustained", False), tuple(measured),
+      xla_us, xla_estimate,
+  )
 
 
 def loss(groups: Sequence[Group], model: cost_model.Model) -> float:
   """Returns how far `model` is from the times; see the module's docstring."""
   total = 0.0
   for group in groups:
-    times_us, estimates_us = group.times_us(), group.estimates_us(model)
+    times_us, (estimates_us, tolerance) = group.times_us(), group.expected_us(model)
     slowness = times_us / times_us.min()
     weights = np.exp(-_SLOWNESS * (slowness - 1))
-    error = np.sqrt(np.average(np.log(estimates_us / times_us) ** 2, weights=weights))
+    errors = np.log(estimates_us / times_us)
+    common = np.clip(np.average(errors, weights=weights), -np.log(tolerance), 0.0)
+    error = np.sqrt(np.average((errors - common) ** 2, weights=weights))
     listed = np.array([one.listed for one in group.measured])
     choice = listed * (estimates_us / estimates_us[listed].min()) ** -_SHARPNESS
     regret = np.average(np.log(slowness), weights=choice)

@@ -107,6 +107,7 @@ _PIPELINED_TILES = ((64, 128, 4), (128, 64, 4), (64, 64, 6), (64, 32, 8))
 _DIRECT_TILES = ((64, 64), (128, 64), (64, 128), (64, 32), (64, 16))
 # (columns, consumers) of tiles where the operands change places.
 _SWAPPED_COLS = ((64, 1), (128, 1), (128, 2), (256, 2))
+_MOST_SHIFTED = 4  # k tiles that direct shifts; with six it took up to 6 times as long.
 _MOST_SWAPPED = 512  # Rows of the result.
 _MOST_SPLIT = 1024  # Columns where lhs is split in registers, anew for each tile of them.
 _SPLITS_K = 1 << 19  # Elements of a result: of fewer, cuBLAS splits k.
@@ -134,7 +135,8 @@ def _configs(problem: Problem, device: Device) -> Iterator[tuple[str, Config]]:
     at_once = _num_tiles(problem, tile_m, tile_n) <= 2 * device.num_sms
     if at_once and not _wasteful(problem, tile_m, tile_n):
       yield "pipelined", PipelinedConfig(tile_m, tile_n, tile_k, num_stages, promote)
-  if problem.itemsize == 2 and k_steps <= direct.MAX_SLOTS:
+  most = _MOST_SHIFTED if cost_model.misaligned(problem, 16) else direct.MAX_SLOTS
+  if problem.itemsize == 2 and k_steps <= most:
     for tile_m, tile_n in _DIRECT_TILES:
       soon = _num_tiles(problem, tile_m, tile_n) <= 8 * device.num_sms
       if soon and not _wasteful(problem, tile_m, tile_n):
@@ -229,7 +231,7 @@ def _specialised(
 
   `fields` are those of a config that say how operands are split.
   """
-  tile_m, tile_n, _, wg_dim, _ = shape
+  tile_m, tile_n, _, wg_dim, swap = shape
   tile_k = _tile_k(problem, fields)
   k_steps = tiles.cdiv(problem.k, tile_k)
   if _wasteful(product, tile_m, tile_n):
@@ -246,7 +248,9 @@ def _specialised(
   if wg_dim == "m":  # The others have been seen never to win where k is split.
     waves = 2 if parts.is_split(problem) else 1
     for splits, cluster_k in _splits(device, num_tiles, k_steps, waves):
-      if num_tiles * splits >= enough:
+      # To transpose partial sums may take longer than all else, and gained at most 4%.
+      turned = swap and splits > cluster_k and not parts.is_split(problem)
+      if num_tiles * splits >= enough and not turned:
         fewer = promotion(problem, tiles.cdiv(k_steps, splits))
         config = _staged(like, shape, fewer, splits, cluster_k, **fields)
         yield from _with_loads(problem, "split_k", config)
