@@ -44,14 +44,15 @@ class Model:
   short_rows: float = 0.0108  # Of operands copied in rows of 128 bytes; less if longer.
   crooked_rows: float = 2.2  # The same, where rows begin in the midst of 128 bytes.
   crooked_memory: float = 0.361  # What crooked rows cost the memory itself.
-  crooked_32: float = 0.459  # Of both, where they begin at multiples of 32 bytes.
+  crooked_stores: float = 2.14  # Of the result's bytes, where its rows begin so.
+  crooked_32: float = 0.459  # Of all three, where they begin at multiples of 32 bytes.
   crooked_64: float = 0.324  # The same, of 64 bytes.
   reread: float = 0.221  # Share of an operand that each second tile fetches anew.
   load_rate: float = 39.6e3  # Memory to shared memory through registers, shifted.
   direct_rate: float = 57.5e3  # The same, where rows are aligned to 16 bytes.
   round: float = 0.246  # Of direct's loads that wait for the ones before.
-  store_rate: float = 29.2e3  # Registers of a warpgroup to memory.
-  masked_rate: float = 30.7e3  # The same, not by TMA.
+  store_rate: float = 33.9e3  # Registers of a warpgroup to memory.
+  masked_rate: float = 30.1e3  # The same, not by TMA.
   step: float = 0.0262  # Barriers and bookkeeping of a k tile.
   shared_step: float = 0.0134  # The same, where another consumer's wgmma runs meanwhile.
   solo: float = 0.326  # Of pipelined's steps, where one CTA has an SM to itself.
@@ -68,8 +69,8 @@ class Model:
   k_cluster: float = 1.09  # Of k tiles where a cluster shares out k: each SM's are others.
   energy: float = 1.18  # Of an operation, at the highest clocks: 1 is what power allows.
   fill_energy: float = 12.6  # The same, of an element on its way into shared memory.
-  memory: float = 1.08  # Share of the bandwidth that a product reaches.
-  tail: float = 1.18  # Of a tile that some SMs have more than others, beside the memory.
+  memory: float = 1.09  # Share of the bandwidth that a product reaches.
+  tail: float = 1.68  # Of a tile that some SMs have more than others, beside the memory.
   apart: float = 0.235  # What the memory loses where k is split: rows far apart.
   reduce: float = 1.61  # Launch of the kernel that adds the parts of split-k.
   reduce_rate: float = 4.87e6  # Its bytes, out of the L2; of the whole chip.
@@ -336,6 +337,8 @@ def _memory(
     lhs_bytes *= 1 + model.reread
   if tiles_m > 1:
     rhs_bytes *= 1 + model.reread
+  num_bytes = problem.n * problem.out_itemsize
+  other_bytes *= 1 + model.crooked_stores * _crooked(num_bytes, model)
   moved = lhs_bytes * costs[0] + rhs_bytes * costs[1] + other_bytes
   return moved / (device.bandwidth_tbps * 1e6 * model.memory)
 
@@ -447,25 +450,24 @@ def _row_costs(
   width. Short ones make poor use of the memory's pages and of the L2's lines.
   """
   costs = []
-  for operand, k_major, tile_mn in (
-      ("lhs", problem.lhs_layout == "k-major", tile_m),
-      ("rhs", problem.rhs_layout == "k-major", tile_n),
+  for operand, shape, k_major, tile_mn in (
+      ("lhs", problem.lhs_shape, problem.lhs_layout == "k-major", tile_m),
+      ("rhs", problem.rhs_shape, problem.rhs_layout == "k-major", tile_n),
   ):
     row_bytes = tiles.SWIZZLE_BYTES if k_major else tile_mn * problem.itemsize
     extra = 0.0 if k_major else model.short_rows  # The next k tile follows in memory.
     if operand not in padded:
-      extra += crooked_rows * _crooked(problem, operand, model)
+      extra += crooked_rows * _crooked(shape[-1] * problem.itemsize, model)
     costs.append(1.0 + extra * tiles.SWIZZLE_BYTES / row_bytes)
   return costs[0], costs[1]
 
 
-def _crooked(problem: Problem, operand: str, model: Model) -> float:
-  """How much of an operand's rows lies in lines of 128 bytes that others share."""
-  if operand not in misaligned(problem, tiles.SWIZZLE_BYTES):
-    return 0.0
-  if operand not in misaligned(problem, 64):
-    return model.crooked_64
-  return 1.0 if operand in misaligned(problem, 32) else model.crooked_32
+def _crooked(num_bytes: int, model: Model) -> float:
+  """How much of rows of so many bytes lies in lines of 128 that other rows share."""
+  for line, share in ((128, 0.0), (64, model.crooked_64), (32, model.crooked_32)):
+    if num_bytes % line == 0:
+      return share
+  return 1.0
 
 
 @functools.lru_cache(maxsize=1024)
