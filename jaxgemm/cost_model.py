@@ -66,7 +66,7 @@ class Model:
   lhs_split_two: float = 0.37  # The same, by two at once.
   lhs_split_three: float = 0.30
   exchange_rate: float = 11e3  # Through distributed shared memory.
-  k_cluster: float = 1.09  # Of k tiles where a cluster shares out k: each SM's are others.
+  k_cluster: float = 1.09  # Of k tiles, where a cluster shares out k.
   energy: float = 1.18  # Of an operation, at the highest clocks: 1 is what power allows.
   fill_energy: float = 12.6  # The same, of an element on its way into shared memory.
   memory: float = 1.09  # Share of the bandwidth that a product reaches.
