@@ -1,4 +1,4 @@
-"""The program that runs compute-sanitizer: its cases, its command lines, its parser."""
+"""The program that runs compute-sanitizer: its command lines, its runs, its rows."""
 
 from __future__ import annotations
 
@@ -14,300 +14,28 @@ import time
 
 from absl import flags
 from absl.testing import flagsaver
-import jax
 import pytest
 
-from experiments import sanitize, sanitize_cases
+from experiments import sanitize
 from experiments.sanitize import Run
 from experiments.sanitize_cases import CASES
-from experiments.sanitize_reports import EXPLAINED, Finding, explain, parse
-from pallas_kernels import KERNELS, triton
+from experiments.sanitize_reports import EXPLAINED, Finding
+from tests.sanitizer_outputs import (
+  ANOTHER,
+  DROPPED,
+  ENDED_EARLY,
+  KERNEL,
+  MEMCHECK,
+  NO_SUMMARY,
+  READ,
+  REDUCE,
+  SANITIZER,
+  UNWRITTEN,
+  WARNING,
+  WRITE,
+)
 
 pytestmark = pytest.mark.slow  # The other JAX version need not run them too.
-
-KERNEL = "jaxgemm_persistent_mosaic_gpu_kernel"
-
-# -- Cases -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_cases_lower_to_their_kernels(name):
-  case = CASES[name]
-  assert case.reason is None
-  if case.kernel == triton.NAME:
-    return  # jax-triton compiles for a GPU that is there.
-  launch = jax.jit(lambda *x: case.launch(*x))
-  module = jax.export.export(launch, platforms=["cuda"])(*case.types).mlir_module()
-  assert f"jaxgemm_{case.kernel}" in module
-
-
-def test_every_kernel_has_cases():
-  wanted = {*KERNELS, "cotangents", "losses"}
-  if triton.missing_package() is not None:
-    wanted.remove(triton.NAME)
-  assert {case.kernel for case in CASES.values()} == wanted
-
-
-@pytest.mark.parametrize(
-    "name", [name for name in CASES if "registers" in name or name == "direct odd"]
-)
-def test_register_loads_end_with_their_arrays(name):
-  """Though their rows begin anywhere; else initcheck reports what lies behind."""
-  for x in CASES[name].types:
-    assert x.dtype.itemsize * x.shape[-1] % 16
-    assert x.dtype.itemsize * x.size % 16 == 0
-
-
-def test_operands_are_those_of_the_case():
-  for name in ("persistent packed", "scaled blocks", "losses", "int8"):
-    found = sanitize_cases.operands(CASES[name])
-    wanted = jax.tree.leaves(CASES[name].types)
-    for x, y in zip(jax.tree.leaves(found), wanted, strict=True):
-      assert (x.shape, x.dtype) == (y.shape, y.dtype)
-
-
-def test_without_a_gpu_there_is_nothing_to_watch():
-  if jax.default_backend() == "gpu":
-    pytest.skip("there is one")
-  with pytest.raises(SystemExit, match="Hopper"):
-    sanitize_cases.main([])
-
-
-# -- Reports -----------------------------------------------------------------------
-
-SANITIZER = "========= COMPUTE-SANITIZER"
-CLEAN = """========= COMPUTE-SANITIZER
-case: blocked
-case: pipelined
-all cases ran
-========= ERROR SUMMARY: 0 errors
-"""
-MEMCHECK = f"""========= COMPUTE-SANITIZER
-case: blocked
-case: persistent nn
-========= Invalid __global__ write of size 4 bytes
-=========     at {KERNEL}+0x50
-=========     by thread (0,0,0) in block (0,0,0)
-=========     Address 0x710fdca00001 is misaligned
-=========     and is inside the nearest allocation at 0x710fdca00000 of size 4 bytes
-=========
-========= Invalid __global__ write of size 4 bytes
-=========     at {KERNEL}+0x90
-=========     by thread (1,0,0) in block (0,0,0)
-=========     Address 0x87654320 is out of bounds
-=========
-case: halves
-========= Invalid __shared__ read of size 16 bytes
-=========     at helper(int *, int *)+0xb0 in kernel.cu:39
-=========     by thread (0,0,0) in block (0,0,0)
-=========         Device Frame: {KERNEL}+0x30 in kernel.cu:44
-all cases ran
-========= ERROR SUMMARY: 3 errors
-"""
-RACECHECK = f"""========= COMPUTE-SANITIZER
-case: split_k
-========= Error: Race reported between Write access at {KERNEL}+0x90 in kernel.cu:41
-=========     and Read access at {KERNEL}+0x100 in kernel.cu:51 [508 hazards]
-=========
-all cases ran
-========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
-"""
-SYNCCHECK = f"""========= COMPUTE-SANITIZER
-case: direct
-========= Barrier error detected. Divergent thread(s) in warp
-=========     at {KERNEL}+0xf0
-=========     by thread (37,0,0) in block (0,0,0)
-========= Warning: Detected overflow of tracked cuda::barrier structures.
-all cases ran
-========= ERROR SUMMARY: 1 error
-"""
-INITCHECK = f"""========= COMPUTE-SANITIZER
-case: x6
-========= Uninitialized __global__ memory read of size 4 bytes
-=========     at loop_convert_fusion+0x70
-=========     by thread (31,0,0) in block (1,0,0)
-========= Uninitialized __global__ memory read of size 4 bytes
-=========     at {KERNEL}+0x70
-=========     by thread (31,0,0) in block (1,0,0)
-all cases ran
-========= ERROR SUMMARY: 2 errors
-"""
-CRASHED = """========= COMPUTE-SANITIZER
-case: blocked
-========= Error: process didn't terminate successfully
-=========     The application may have hit an error.
-========= Target application returned an error
-"""
-REDUCE = "loop_add_fusion"  # XLA's, of what split_k wrote.
-UNWRITTEN = f"""========= Uninitialized __global__ memory read of size 8 bytes
-=========     at {REDUCE}+0x2e0
-=========     by thread (0,0,0) in block (22,0,0)
-=========     Address 0x7f4a71400280
-"""
-WARNING = (
-    "Warning: Error buffer overflow has been detected. Some records have been dropped"
-)
-DROPPED = f"========= {WARNING}\n"
-TRANSPOSE = "wrapped_transpose"
-READ_BY_XLA = f"""========= Uninitialized __global__ memory read of size 4 bytes
-=========     at {TRANSPOSE}+0x190
-=========     by thread (96,0,0) in block (10,0,0)
-=========     Address 0x7f86b5278620
-"""
-ANOTHER = f"""========= Uninitialized __global__ memory read of size 16 bytes
-=========     at {KERNEL}+0x70
-=========     by thread (31,0,0) in block (1,0,0)
-"""
-WRITE = "Invalid __global__ write of size 4 bytes"
-READ = "Uninitialized __global__ memory read of size 8 bytes"
-READ_4 = READ.replace("8 bytes", "4 bytes")
-NO_SUMMARY, ENDED_EARLY = "the tool gave no summary", "the cases ended early"
-SKIPPED = "224768 errors were skipped (error buffer overflow)."
-NOT_PRINTED = (
-    "ERROR SUMMARY: 24 errors were not printed. Use --print-limit option to adjust the"
-    " number of printed errors"
-)
-
-
-def ended(output: str, case: str, said: str) -> str:
-  """The output with what was said of a case, and at the end that errors were skipped."""
-  return output.replace(f"case: {case}\n", f"case: {case}\n{said}") + (
-      f"========= {SKIPPED}\n")
-
-
-@pytest.mark.parametrize(
-    ("tool", "output", "findings"),
-    [
-        ("memcheck", CLEAN, []),
-        ("memcheck", MEMCHECK, [
-            Finding("persistent nn", KERNEL, WRITE, 2),
-            Finding("halves", KERNEL, "Invalid __shared__ read of size 16 bytes"),
-        ]),
-        ("racecheck", RACECHECK, [Finding(
-            "split_k", KERNEL,
-            "Error: Race reported between Write access and Read access", 508,
-        )]),
-        ("synccheck", SYNCCHECK, [
-            Finding(
-                "direct", KERNEL, "Barrier error detected. Divergent thread(s) in warp"),
-            Finding(
-                "direct", None,
-                "Warning: Detected overflow of tracked cuda::barrier structures."),
-        ]),
-        ("initcheck", INITCHECK, [
-            Finding("x6", "loop_convert_fusion", READ_4), Finding("x6", KERNEL, READ_4),
-        ]),
-        ("memcheck", INITCHECK, [Finding("x6", KERNEL, READ_4)]),  # Of our kernel alone.
-        ("memcheck", CRASHED, [
-            Finding("blocked", None, "Error: process didn't terminate successfully"),
-            Finding("blocked", None, "Target application returned an error"),
-            Finding("blocked", None, NO_SUMMARY), Finding("blocked", None, ENDED_EARLY),
-        ]),
-        ("memcheck", "", [
-            Finding(None, None, NO_SUMMARY), Finding(None, None, ENDED_EARLY),
-        ]),
-        # In a form that is not known.
-        ("memcheck", CLEAN.replace("0 errors", "7 errors"), [
-            Finding(None, None, "a summary of 7, and no report of any"),
-        ]),
-        ("memcheck", CLEAN + f"========= {NOT_PRINTED}\n", [
-            Finding(None, None, NOT_PRINTED),
-        ]),
-        ("initcheck", ended(CLEAN, "blocked", DROPPED), [
-            Finding("blocked", None, WARNING), Finding("blocked", None, SKIPPED),
-        ]),
-        ("initcheck", ended(INITCHECK, "x6", f"{DROPPED}case: x9\n{DROPPED}case: x3\n"), [
-            Finding("x6", None, WARNING), Finding("x9", None, WARNING),
-            Finding("x3", "loop_convert_fusion", READ_4), Finding("x3", KERNEL, READ_4),
-            Finding("x9", None, SKIPPED),
-        ]),
-        ("initcheck", ended(CLEAN, "blocked", ""), [Finding(None, None, SKIPPED)]),
-    ],
-    ids=["clean", "memcheck", "racecheck", "synccheck", "initcheck", "of ours alone",
-         "crashed", "nothing", "unknown", "not printed", "skipped", "skipped twice",
-         "skipped nowhere"],
-)
-def test_reports_become_findings(tool, output, findings):
-  assert parse(tool, output) == findings
-
-
-def test_rows_and_their_table():
-  rows = sanitize.rows_of(
-      "memcheck", ["persistent nn", "halves", "blocked", "x3"],
-      parse("memcheck", MEMCHECK), MEMCHECK,
-  )
-  assert [len(row.findings) for row in rows] == [1, 1, 0, 0]
-  assert [row.ran for row in rows] == [True, True, True, False]
-  rows += sanitize.rows_of("racecheck", ["blocked"], parse("racecheck", ""), "")
-  lines = [line.split() for line in sanitize.table(rows).splitlines()]
-  assert lines[0] == ["case", "memcheck", "racecheck"]
-  assert lines[2:] == [
-      ["persistent", "nn", "2", "-"], ["halves", "1", "-"], ["blocked", "0", "-"],
-      ["x3", "-", "-"], ["(none)", "-", "2"],
-  ]
-  line = json.loads(rows[0].to_json({"commit": "abc"}))
-  assert line["commit"] == "abc" and line["findings"][0]["what"] == WRITE
-
-
-def reasons(tool: str, *findings: Finding) -> list[bool]:
-  return [finding.reason is not None for finding in explain(tool, findings)]
-
-
-def test_what_xla_reads_of_ours_is_explained():
-  case = "split_lhs swap"
-  for what in (READ, READ_4, READ.replace("8 bytes", "16 bytes")):
-    assert reasons("initcheck", Finding(case, TRANSPOSE, what)) == [True]
-    # Of ours, wherever that stands in the name; or of nobody known.
-    for kernel in (f"the_{KERNEL}", KERNEL, None):
-      assert reasons("initcheck", Finding(case, kernel, what)) == [False]
-    for tool in set(sanitize.TOOLS) - {"initcheck"}:
-      assert reasons(tool, Finding(case, TRANSPOSE, what)) == [False]
-  assert reasons("initcheck", Finding(case, TRANSPOSE, WRITE)) == [False]
-
-
-@pytest.mark.parametrize("overflow", [WARNING, SKIPPED])
-def test_an_overflow_is_explained_where_others_are(overflow):
-  explained = Finding("split_k", REDUCE, READ)
-  for finding, wanted in (
-      (Finding("split_k", None, overflow), True),
-      (Finding("split_k fused", None, overflow), False),
-      (Finding("split_k", None, "Warning: something else"), False),
-  ):
-    assert reasons("initcheck", finding, explained) == [wanted, True]
-  finding = Finding("split_k", None, overflow)
-  assert reasons("initcheck", finding) == [False]
-  assert reasons("racecheck", finding, explained) == [False, False]
-  # That the case ended early, and why that is no matter, says nothing of an overflow.
-  early = Finding("split_k", None, ENDED_EARLY, reason="it ran once more")
-  assert reasons("initcheck", finding, early) == [False, True]
-  nowhere = [Finding(None, None, overflow), dataclasses.replace(explained, case=None)]
-  assert reasons("initcheck", *nowhere) == [False, True]
-
-
-def test_an_overflow_fails_no_later_case():
-  """As one of 256 reports of XLA's kernel did, and its count at the end."""
-  said = 256 * READ_BY_XLA + DROPPED
-  output = ended(CLEAN.replace("case: b", "case: split_lhs swap\ncase: b"),
-                 "split_lhs swap", said)
-  names = ["split_lhs swap", "blocked", "pipelined"]
-  rows = sanitize.rows_of("initcheck", names, parse("initcheck", output), output)
-  assert sanitize.failures(rows) == []
-  assert [sum(finding.count for finding in row.findings) for row in rows] == [258, 0, 0]
-  assert "0 (258 explained)" in sanitize.table(rows)
-
-
-def test_the_table_shows_apart_what_is_explained():
-  case = "split_k"
-  found = [Finding(case, REDUCE, READ, 256), Finding(case, None, WARNING)]
-  for extra, cell in (
-      ([], "0 (257 explained)"), ([Finding(case, KERNEL, READ, 3)], "3 (257 explained)"),
-  ):
-    rows = sanitize.rows_of("initcheck", [case], found + extra, f"case: {case}\n")
-    assert cell in sanitize.table(rows)
-    assert len(sanitize.failures(rows)) == len(extra)
-
-
-# -- Command lines and runs --------------------------------------------------------
 
 NEW = """
   --check-tensor-ops arg (=no)          Enables checks of cp.async.bulk.tensor
