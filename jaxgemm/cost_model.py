@@ -25,7 +25,15 @@ import math
 from typing import NamedTuple
 
 from jaxgemm.device import Device
-from pallas_kernels import KERNELS, direct, operand_tiles, parts, specialised, tiles
+from pallas_kernels import (
+  KERNELS,
+  blocked,
+  direct,
+  operand_tiles,
+  parts,
+  specialised,
+  tiles,
+)
 from pallas_kernels.problem import Config, PersistentConfig, Problem
 
 
@@ -44,7 +52,7 @@ class Model:
   short_rows: float = 0.0108  # Of operands copied in rows of 128 bytes; less if longer.
   crooked_rows: float = 2.2  # The same, where rows begin in the midst of 128 bytes.
   crooked_memory: float = 0.361  # What crooked rows cost the memory itself.
-  crooked_stores: float = 2.14  # Of the result's bytes, where its rows begin so.
+  crooked_stores: float = 1.3  # Of the result's bytes, where its rows begin so.
   crooked_32: float = 0.459  # Of all three, where they begin at multiples of 32 bytes.
   crooked_64: float = 0.324  # The same, of 64 bytes.
   reread: float = 0.221  # Share of an operand that each second tile fetches anew.
@@ -178,7 +186,10 @@ def estimate(
   memory *= 1 + model.apart * (1 - 1 / splits)
   if per_sm > 1:
     memory += model.tail * (-num_tiles % at_once) / at_once * busy / per_sm
-  main = model.latency + soft_max(busy, memory)
+  together = soft_max(busy, memory)
+  if kernel == blocked.NAME:  # It loads nothing while it multiplies.
+    together = busy + memory
+  main = model.latency + together
   if kernel == direct.NAME:
     main += model.round * (direct.num_rounds(problem, config) - 1)
   else:
