@@ -4,7 +4,8 @@ The times are those of experiments/sweep.py. A seeded random search moves the
 logarithms of the constants of jaxgemm.cost_model.Model. What it makes small is,
 on average over the problems,
 
-  the error of log(estimate / time), where the fastest candidates weigh most,
+  the error of log(estimate / time), where the fastest candidates weigh most (of those
+    that ran in turns without what energy costs, which they shared),
   the regret: how much slower the chosen candidate is than the fastest. The choice
     is softened to a distribution, so that near ties count as such,
   and, a little, the distance from the present constants, which holds still what

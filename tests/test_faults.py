@@ -493,6 +493,8 @@ FLAGS = [
     ("train_lm", "--model=bert", "flag --model=bert"),
     ("train_lm", "--vocabulary=10", "flag --vocabulary=10"),
     ("train_lm", "--learning_rate=fast", "flag --learning_rate=fast"),
+    ("fit_heuristics", "--constants=speed", "flag --constants=.*must be among roles"),
+    ("fit_heuristics", "--iterations=0", "flag --iterations=0"),
     ("sanitize", "--tools=leakcheck", "flag --tools=.*must be among memcheck"),
     ("sanitize", "--cases=nothing", "--cases=nothing is part of no case's name"),
 ]

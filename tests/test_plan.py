@@ -182,6 +182,22 @@ def test_a_named_kernel_is_as_exact_as_its_candidates(kernel, size):
   assert KERNELS[kernel].supports(problem, chosen.config) is None
 
 
+@pytest.mark.parametrize(("k", "listed"), [(256, True), (249, True), (320, True),
+                                           (313, False)])
+def test_direct_shifts_few_k_tiles(k, listed):
+  """Rows of odd length, which it shifts in registers, of at most four."""
+  found = heuristics.candidates(Problem(617, 519, k, rhs_layout="k-major"), H200)
+  assert any(c.kernel == "direct" for c in found) == listed
+
+
+def test_partial_sums_are_not_transposed():
+  found = heuristics.candidates(Problem(40, 432, 6856), H200)
+  split = [c.config for c in found if c.kernel == "split_k"]
+  assert any(c.splits > c.cluster_k for c in split)
+  assert any(c.swap for c in split)
+  assert not any(c.swap and c.splits > c.cluster_k for c in split)
+
+
 def test_multicast_is_weighed_where_rows_are_slow_to_fetch():
   clusters = lambda m, n, k: {
       (c.config.cluster_m, c.config.cluster_n)

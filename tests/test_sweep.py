@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 from absl import app, flags
 from absl.testing import flagsaver
@@ -10,7 +11,7 @@ from experiment_cases import H200, PROVENANCE, SWEPT, make_row
 import numpy as np
 import pytest
 
-from experiments import fit_heuristics, gate, products, report, summary, sweep
+from experiments import fit_heuristics, gate, products, report, suites, summary, sweep
 from jaxgemm import cost_model, heuristics, xla_times
 from pallas_kernels import KERNELS
 
@@ -146,6 +147,36 @@ def test_fit_finds_a_better_model(sweep_file):
   assert fit_heuristics.loss(groups, fitted) < (true + present) / 2
   assert fitted == fit_heuristics.fit(groups, iterations=120, seed=0)
   assert fitted != fit_heuristics.fit(groups, iterations=120, seed=1)
+
+
+def test_fit_moves_only_what_it_shall(sweep_file):
+  groups = fit_heuristics.read([sweep_file])
+  fitted = fit_heuristics.fit(groups, iterations=20, seed=0, names=["step", "wait"])
+  found, start = dataclasses.asdict(fitted), dataclasses.asdict(cost_model.MODEL)
+  assert {name for name in found if found[name] != start[name]} == {"step", "wait"}
+
+
+def test_what_ran_in_turns_did_not_pay_for_its_energy(tmp_path):
+  """All of it may be slower, by what the energy of all takes; what ran alone may not."""
+  case = suites.make_case(8192, 8192, 8192)
+  free = dataclasses.replace(cost_model.MODEL, energy=0.0)
+
+  def loss(slowness: float, *, sustained: bool) -> float:
+    time_us = lambda kernel, config: slowness * (
+        1e4 if kernel == "xla"
+        else cost_model.estimate(case.problem, kernel, config, H200, free)[0]
+    )
+    rows = [json.loads(row.to_json()) for row in _swept(case, time_us)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps(r | {"sustained": sustained}) for r in rows))
+    (group,) = fit_heuristics.read([path])
+    assert group.sustained == sustained
+    return fit_heuristics.loss([group], cost_model.MODEL)
+
+  assert loss(1.0, sustained=False) == pytest.approx(loss(1.05, sustained=False), 0.01)
+  assert loss(1.0, sustained=False) < loss(1.5, sustained=False) - 0.2
+  assert loss(1.0, sustained=False) < loss(0.8, sustained=False) - 0.1
+  assert loss(1.0, sustained=False) < loss(1.0, sustained=True) - 0.02
 
 
 def test_fit_prints_a_model_to_paste():
