@@ -13,7 +13,6 @@ on average over the problems,
 
   python -m experiments.fit_heuristics results/sweep_random.jsonl
   python -m experiments.fit_heuristics --check results/sweep_*.jsonl
-
   python -m experiments.fit_heuristics --constants=reduce,part results/sweep_*.jsonl
 
 It prints the fitted constants, ready to paste, and the regret of each problem
@@ -110,14 +109,14 @@ class Group:
 
   def estimates_us(self, model: cost_model.Model) -> np.ndarray:
     """Returns the estimate of each candidate under `model`."""
-    return np.array([
-        self.xla_estimate_us
-        if one.config is None
-        else cost_model.estimate(
-            self.problem, one.kernel, one.config, self.device, model
-        )[0]
-        for one in self.measured
-    ])
+    return np.array([self._estimate_us(one, model) for one in self.measured])
+
+  def _estimate_us(self, one: Measured, model: cost_model.Model) -> float | None:
+    if one.config is None:
+      return self.xla_estimate_us
+    return cost_model.estimate(
+        self.problem, one.kernel, one.config, self.device, model
+    ).time_us
 
   def expected_us(self, model: cost_model.Model) -> tuple[np.ndarray, float]:
     """Returns the time of each candidate as it was measured, and its tolerance.
@@ -125,12 +124,11 @@ class Group:
     In turns no candidate pays for the energy that it takes, but all of them for what all
     take: by up to the tolerance, a factor, more than is expected.
     """
-    estimates_us = self.estimates_us(model)
     if self.sustained:
-      return estimates_us, 1.0
+      return self.estimates_us(model), 1.0
     free = self.estimates_us(dataclasses.replace(model, energy=0.0))
-    best = int(free.argmin())
-    return free, estimates_us[best] / free[best]
+    best = self.measured[int(free.argmin())]
+    return free, self._estimate_us(best, model) / free.min()
 
   def times_us(self) -> np.ndarray:
     return np.array([one.time_us for one in self.measured])

@@ -6,7 +6,8 @@ product counts once, however often a loop around it runs, and in the first branc
 conditional only:
 
 - jaxgemm's: a custom call to Mosaic or Triton whose line holds the name of one of our
-  kernels, as each of them is called jaxgemm_<kernel>.
+  kernels, as each of them is called jaxgemm_<kernel>. Those that make a pass
+  (jaxgemm_cotangents) are no products and do not count.
 - XLA's: a custom call to cuBLAS, cuBLASLt or oneDNN, a fusion whose body holds a
   dot (__triton_gemm, __triton_nested_gemm_fusion, __cudnn$fusion), and a dot of
   its own.

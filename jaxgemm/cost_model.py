@@ -24,7 +24,9 @@ import functools
 import math
 from typing import NamedTuple
 
+from jaxgemm import operand_passes
 from jaxgemm.device import Device
+from jaxgemm.operand_passes import Pass, misaligned, multiplied, wg_tile
 from pallas_kernels import (
   KERNELS,
   blocked,
@@ -90,9 +92,6 @@ class Model:
 
 MODEL = Model()
 
-# What is done to an operand before the kernel, to which, and the bytes of that one.
-Pass = tuple[str, str, int]
-
 
 class Estimate(NamedTuple):
   """The estimated time, and what it consists of.
@@ -134,7 +133,7 @@ def estimate(
   splits_lhs = split is not None and split.lhs_in_registers
   stored = problem.transposed if splits_lhs and config.swap else problem
   masked = kernel == direct.NAME or stored.n * stored.out_itemsize % 16 > 0
-  splitting = _splitting(problem, config, split) if split else ()
+  splitting = operand_passes.splitting(problem, config, split) if split else ()
   num_parts, num_products = (split.count, split.num_products) if split else (1, 1)
   # Of lhs and rhs, beside those of one k tile of one part.
   loads = num_parts / num_products, num_parts / num_products
@@ -144,7 +143,8 @@ def estimate(
   promotes = config.promote and not (
       isinstance(config, PersistentConfig) and specialised.overlaps(problem, config)
   )
-  problem = _multiplied(problem, config)
+  energy = _energy(problem, config, device, model)
+  problem = multiplied(problem, config)
   shared_rhs, shared_lhs = _multicast(config)
   splits = getattr(config, "splits", 1)
   cluster_k = getattr(config, "cluster_k", 1)
@@ -160,7 +160,7 @@ def estimate(
   at_once = device.ctas_at_once(cluster)
   per_sm = tiles.cdiv(num_tiles, at_once)
 
-  needed = _passes(problem, _wg_tile(config))
+  needed = operand_passes.of_product(problem, wg_tile(config))
   loaded = ()  # Through registers.
   if kernel == direct.NAME:
     loaded, needed = ("lhs", "rhs"), ()
@@ -179,17 +179,15 @@ def estimate(
       supply=_supply(problem, config, model, costs, loaded, loads),
       splits_lhs=splits_lhs,
   )
-  energy = _energy(problem, config, device, model, num_products)
   bound = "power" if energy > busy else "the SMs"
   busy = _limited(busy, energy)
   memory = _memory(problem, device, model, memory_costs, tiles_m, tiles_n, weights)
   memory *= 1 + model.apart * (1 - 1 / splits)
   if per_sm > 1:
     memory += model.tail * (-num_tiles % at_once) / at_once * busy / per_sm
-  together = soft_max(busy, memory)
+  main = model.latency + soft_max(busy, memory)
   if kernel == blocked.NAME:  # It loads nothing while it multiplies.
-    together = busy + memory
-  main = model.latency + together
+    main = model.latency + busy + memory
   if kernel == direct.NAME:
     main += model.round * (direct.num_rounds(problem, config) - 1)
   else:
@@ -248,7 +246,7 @@ def _busy(
   matrix = 2 * config.tile_m * tile_n * config.tile_k / rate
   if has_roles and (in_turn or config.consumers == 1):
     matrix *= model.single
-  wg_m, wg_n = _wg_tile(config)
+  wg_m, wg_n = wg_tile(config)
   if wg_n > tiles.WGMMA_COLS:
     matrix *= model.wide
   if wg_n > tiles.swizzle_elems(problem.dtype):
@@ -302,22 +300,17 @@ def sustained_us(
 
   Those that share their clocks with others do not pay for the energy that they take.
   """
-  split = parts.of(problem, config)
-  multiplied = _multiplied(problem, config)
-  products = split.num_products if split else 1
-  return _limited(time_us, _energy(multiplied, config, device, model, products))
+  return _limited(time_us, _energy(problem, config, device, model))
 
 
-def _energy(
-    problem: Problem, config: Config, device: Device, model: Model, num_products: int
-) -> float:
+def _energy(problem: Problem, config: Config, device: Device, model: Model) -> float:
   """The time in which the chip may use the energy of the product.
 
-  Known of operands of 16 bits alone: products in parts, which wait for their promotion,
-  ran 3 to 27% longer where this weighed. What lies beyond the result are zeros, which
-  cost little.
+  Known of operands of 16 bits alone: float32 products in parts, which wait for their
+  promotion, ran 3 to 27% longer where this weighed. What lies beyond the result are
+  zeros, which cost little.
   """
-  if problem.itemsize != 2 or num_products > 1:
+  if problem.itemsize != 2:
     return 0.0
   elements = 1 / config.tile_m + 1 / config.tile_n  # Fetched for each multiplication.
   ideal = problem.flops / (device.tflops(problem.dtype) * 1e6)
@@ -354,13 +347,6 @@ def _memory(
   return moved / (device.bandwidth_tbps * 1e6 * model.memory)
 
 
-def _multiplied(problem: Problem, config: Config) -> Problem:
-  """What the kernel multiplies."""
-  if isinstance(config, PersistentConfig):
-    return specialised.multiplied(problem, config)
-  return problem
-
-
 def _multicast(config: Config) -> tuple[int, int]:
   """CTAs of a cluster that share an rhs tile, and an lhs tile."""
   return getattr(config, "cluster_m", 1), getattr(config, "cluster_n", 1)
@@ -380,37 +366,6 @@ def soft_max(a: float, b: float, power: float = 6.0) -> float:
   return (a**power + b**power) ** (1 / power)
 
 
-def _wg_tile(config: Config) -> tuple[int, int]:
-  """Rows and columns that one warpgroup multiplies."""
-  if isinstance(config, PersistentConfig):
-    return specialised.wg_tile(config)
-  return config.tile_m, config.tile_n
-
-
-def _splitting(
-    problem: Problem, config: Config, split: parts.Parts
-) -> tuple[Pass, ...]:
-  """The passes that make the parts: each reads 4 bytes an element, and writes 2 a part.
-
-  Where the parts are scaled, one more reads the operand first. Of lhs that is split in
-  registers there are none, but the product of swapped operands is transposed in one.
-  """
-  moved = 4 * (1 + split.scaled) + 2 * split.count  # `_extra` takes it twice.
-  lhs, rhs = (
-      ("splitting", operand, math.prod(shape) * moved // 2)
-      for operand, shape in (("lhs", problem.lhs_shape), ("rhs", problem.rhs_shape))
-  )
-  if not split.lhs_in_registers:
-    return lhs, rhs
-  found = [lhs if config.swap else rhs]
-  if specialised.multiplied(problem, config).rhs_layout == "n-major":
-    found.append(("transposing", *found[0][1:]))
-  if config.swap and min(problem.m, problem.n) > 1:
-    stored = problem.batch * problem.m * problem.n * problem.out_itemsize
-    found.append(("transposing", "the result", stored))
-  return tuple(found)
-
-
 def _extra(
     problem: Problem, needed: tuple[Pass, ...], sums: int, model: Model
 ) -> float:
@@ -422,25 +377,6 @@ def _extra(
   for _, _, num_bytes in needed:
     time += model.pass_launch + 2 * num_bytes / model.pass_rate
   return time
-
-
-def passes(problem: Problem, config: Config) -> tuple[Pass, ...]:
-  """The passes over operands that a config needs if it loads none through registers."""
-  return _passes(_multiplied(problem, config), _wg_tile(config))
-
-
-@functools.lru_cache(maxsize=1024)
-def _passes(problem: Problem, wg_tile: tuple[int, int]) -> tuple[Pass, ...]:
-  found = []
-  lhs_way, rhs_way = operand_tiles.ways(problem, wg_tile)
-  for name, shape, k_major, way in (
-      ("lhs", problem.lhs_shape, problem.lhs_layout == "k-major", lhs_way),
-      ("rhs", problem.rhs_shape, problem.rhs_layout == "k-major", rhs_way),
-  ):
-    what = _pass_over(problem, shape, k_major, way)
-    if what is not None:
-      found.append((what, name, math.prod(shape) * problem.itemsize))
-  return tuple(found)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -481,20 +417,3 @@ def _crooked(num_bytes: int, model: Model) -> float:
   return 1.0
 
 
-@functools.lru_cache(maxsize=1024)
-def misaligned(problem: Problem, num_bytes: int) -> tuple[str, ...]:
-  """The operands whose rows do not all begin at multiples of `num_bytes`."""
-  shapes = (("lhs", problem.lhs_shape), ("rhs", problem.rhs_shape))
-  return tuple(
-      operand for operand, shape in shapes if shape[-1] * problem.itemsize % num_bytes
-  )
-
-
-def _pass_over(problem: Problem, shape, k_major: bool, way: str) -> str | None:
-  """What `operand_tiles.prepare` does to an operand before the kernel, or None."""
-  if problem.dtype == "float32":
-    return "rounding" if k_major else "rounding and transposing"
-  if tiles.reads_k_major_only(problem.dtype) and not k_major:
-    return "transposing"
-  padded = operand_tiles.needs_padding(*shape[1:], problem.dtype, way)
-  return "padding" if padded else None

@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxgemm import cost_model, xla_times
 from jaxgemm.device import Device
+from jaxgemm.operand_passes import misaligned, passes
 from pallas_kernels import (
   KERNELS,
   accumulate,
@@ -135,7 +136,7 @@ def _configs(problem: Problem, device: Device) -> Iterator[tuple[str, Config]]:
     at_once = _num_tiles(problem, tile_m, tile_n) <= 2 * device.num_sms
     if at_once and not _wasteful(problem, tile_m, tile_n):
       yield "pipelined", PipelinedConfig(tile_m, tile_n, tile_k, num_stages, promote)
-  most = _MOST_SHIFTED if cost_model.misaligned(problem, 16) else direct.MAX_SLOTS
+  most = _MOST_SHIFTED if misaligned(problem, 16) else direct.MAX_SLOTS
   if problem.itemsize == 2 and k_steps <= most:
     for tile_m, tile_n in _DIRECT_TILES:
       soon = _num_tiles(problem, tile_m, tile_n) <= 8 * device.num_sms
@@ -296,7 +297,7 @@ def _with_loads(
   """The config, and the same with loads through registers in place of passes."""
   yield kernel, config
   if config.consumers == 1 and problem.itemsize == 2:
-    if cost_model.passes(problem, config):
+    if passes(problem, config):
       producers = specialised.LOADING_PRODUCERS
       stages = config.num_stages // producers * producers
       yield kernel, dataclasses.replace(config, pad=False, num_stages=stages)
@@ -306,7 +307,7 @@ def _multicasts(
     problem: Problem, candidates: Iterable[Candidate]
 ) -> Iterator[tuple[str, Config]]:
   """The same configs with clusters whose CTAs share tiles of an operand."""
-  crooked = bool(cost_model.misaligned(problem, tiles.SWIZZLE_BYTES))  # Slow to fetch.
+  crooked = bool(misaligned(problem, tiles.SWIZZLE_BYTES))  # Slow to fetch.
   for candidate in candidates:
     config = candidate.config
     if not isinstance(config, PersistentConfig) or config.cluster > 1 or not config.pad:

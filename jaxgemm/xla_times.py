@@ -6,8 +6,9 @@ for what is not known of it.
 
 from __future__ import annotations
 
-from jaxgemm.cost_model import misaligned, soft_max
+from jaxgemm.cost_model import soft_max
 from jaxgemm.device import Device
+from jaxgemm.operand_passes import misaligned
 from pallas_kernels import parts, tiles
 from pallas_kernels.problem import Problem
 

@@ -22,7 +22,7 @@ from pallas_kernels.scales import make_scales, pad_block_scales
 class Call:
   """Operands and epilogue of one launch.
 
-  Calling it runs `kernel(lhs_gmem, rhs_gmem, c_gmem, out_gmem, refs)`; see `run`.
+  Calling it runs `kernel(lhs_gmem, rhs_gmem, c_gmem, out_gmem, refs)`.
   """
 
   result: Problem
@@ -32,58 +32,47 @@ class Call:
   interpret: Any
   by_name: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
 
-  def __call__(self, kernel: Callable[..., None], **kwargs) -> jax.Array:
-    return run(
-        kernel, self.inputs, self.result, self.epilogue, interpret=self.interpret,
-        by_name=self.by_name, **kwargs,
-    )
+  def __call__(
+      self, kernel: Callable[..., None], *, name: str, scratch: dict[str, Any], grid: int,
+      num_wgs: int, cluster: int = 1, workspace: dict[str, Any] | None = None,
+  ) -> jax.Array:
+    """Returns what the kernel stored: several arrays if the epilogue has other results.
 
+    Each input is an array, or a tuple of arrays (the parts of an operand).
+    The grid is `grid` clusters (axis "cta") of `cluster` CTAs (axis "cluster") of
+    `num_wgs` warpgroups (axis "wg"). `c_gmem`, the last input, has none, one or two;
+    `refs` is the scratch by name, the epilogue's, the `workspace` and further inputs
+    (`by_name`) in GMEM included.
+    """
+    result = self.result
+    flat, tree = jax.tree.flatten((self.inputs, self.by_name))
+    out = jax.ShapeDtypeStruct(result.out_shape, jnp.dtype(result.out_dtype))
+    names = epilogues.OTHERS[: result.epilogue.num_others]
+    workspace = dict.fromkeys(names, out) | dict(workspace or {})
 
-def run(
-    kernel: Callable[..., None], inputs: tuple[Any, ...], result: Problem,
-    epilogue: epilogues.Epilogue, *, name: str, scratch: dict[str, Any], grid: int,
-    num_wgs: int, cluster: int = 1, workspace: dict[str, Any] | None = None,
-    by_name: dict[str, jax.Array] | None = None, interpret,
-) -> jax.Array:
-  """Runs `kernel(*inputs, c_gmem, out_gmem, refs)` and returns what it stored.
+    def body(*gmem, **refs):
+      sources, named = jax.tree.unflatten(tree, gmem[: len(flat)])
+      out_gmem, *arrays = gmem[len(flat) :]
+      named |= zip(workspace, arrays, strict=True)
+      kernel(*sources, out_gmem, refs | named)
 
-  Those are several arrays if the epilogue has other results.
-
-  Each input is an array, or a tuple of arrays (the parts of an operand).
-  The grid is `grid` clusters (axis "cta") of `cluster` CTAs (axis "cluster") of
-  `num_wgs` warpgroups (axis "wg"). `c_gmem`, the last input, has none, one or two;
-  `refs` is the scratch by name, the epilogue's, the `workspace` and further inputs
-  (`by_name`) in GMEM included.
-  """
-  workspace, by_name = dict(workspace or {}), by_name or {}
-  flat, tree = jax.tree.flatten((inputs, by_name))
-  out = jax.ShapeDtypeStruct(result.out_shape, jnp.dtype(result.out_dtype))
-  names = epilogues.OTHERS[: result.epilogue.num_others]
-  workspace = dict.fromkeys(names, out) | workspace
-
-  def body(*gmem, **refs):
-    sources, named = jax.tree.unflatten(tree, gmem[: len(flat)])
-    out_gmem, *arrays = gmem[len(flat) :]
-    named |= zip(workspace, arrays, strict=True)
-    kernel(*sources, out_gmem, refs | named)
-
-  found, *others = plgpu.kernel(
-      body,
-      out_type=[out, *workspace.values()],
-      scratch_types={**scratch, **epilogue.scratch()},
-      grid=(grid,),
-      grid_names=("cta",),
-      cluster=(cluster,),
-      cluster_names=("cluster",),
-      num_threads=num_wgs,
-      thread_name="wg",
-      compiler_params=plgpu.CompilerParams(
-          approx_math=epilogue.arithmetic is activations.APPROXIMATE
-      ),
-      interpret=interpret,
-      kernel_name=f"jaxgemm_{name}",
-  )(*flat)
-  return (found, *others[: len(names)]) if names else found
+    found, *others = plgpu.kernel(
+        body,
+        out_type=[out, *workspace.values()],
+        scratch_types={**scratch, **self.epilogue.scratch()},
+        grid=(grid,),
+        grid_names=("cta",),
+        cluster=(cluster,),
+        cluster_names=("cluster",),
+        num_threads=num_wgs,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=self.epilogue.arithmetic is activations.APPROXIMATE
+        ),
+        interpret=self.interpret,
+        kernel_name=f"jaxgemm_{name}",
+    )(*flat)
+    return (found, *others[: len(names)]) if names else found
 
 
 def make_call(

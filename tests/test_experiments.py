@@ -312,7 +312,7 @@ ENTRY %main.5 (x: bf16[64,64]) -> (bf16[64,64]) {
   %s = bf16[64,64]{1,0} dot(%x, %x), lhs_contracting_dims={1}
   %m1 = bf16[64,64]{1,0} custom-call(%x, %x), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(f)/jaxgemm_persistent/mpmd_map"}, backend_config={module = "\00jaxgemm_persistent\00"}
   %m2 = bf16[64,64]{1,0} custom-call(%x, %x), custom_call_target="mosaic_gpu_v2", backend_config={module = "\00jaxgemm_split_k_mosaic_gpu\00"}
-  %m3 = bf16[64,64]{1,0} custom-call(%x, %x), custom_call_target="mosaic_gpu_v2", backend_config={module = "\00jaxgemm_split_k_reduce_0\00jaxgemm_split_k_reduce_mosaic_gpu\00"}
+  %m3 = bf16[64,64]{1,0} custom-call(%x, %x), custom_call_target="mosaic_gpu_v2", backend_config={module = "\00jaxgemm_cotangents_0\00jaxgemm_cotangents_mosaic_gpu\00"}
   %m4 = bf16[64,64]{1,0} custom-call(%x, %x), custom_call_target="mosaic_gpu_v2", backend_config={module = "other"}
   %m5 = bf16[64,64]{1,0} custom-call(%x), custom_call_target="annotation", metadata={op_name="jaxgemm_blocked"}
   ROOT %t = (bf16[64,64]{1,0}) tuple(%s)

@@ -16,7 +16,7 @@ PACKAGES = ("pallas_kernels", "jaxgemm", "experiments", "tests")
 
 # Of jaxgemm's own modules, each may import only those before it.
 LAYERS = (
-    ("device", "arguments"),
+    ("device", "arguments", "operand_passes"),
     ("cost_model",),
     ("xla_times",),
     ("contexts", "table", "heuristics", "dims", "precision", "reference", "quantisation"),
@@ -34,7 +34,8 @@ LAYERS = (
     ("__init__",),
 )
 KERNEL_IMPORTERS = {
-    "cost_model", "cotangents", "heuristics", "invariance", "launch", "losses", "plan",
+    "cost_model", "cotangents", "heuristics", "invariance", "launch", "losses",
+    "operand_passes", "plan",
     "table", "triton_heuristics", "user_table", "xla_times",
 }
 # A checkout has suites to tune for; a wheel has none, and must not miss them.

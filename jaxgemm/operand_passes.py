@@ -1,0 +1,92 @@
+"""Passes over operands before a kernel: which there are, and over how many bytes.
+
+What `operand_tiles` and `parts` do to operands that a kernel cannot take as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+from pallas_kernels import operand_tiles, parts, specialised, tiles
+from pallas_kernels.problem import Config, PersistentConfig, Problem
+
+# What is done to an operand before the kernel, to which, and the bytes of that one.
+Pass = tuple[str, str, int]
+
+
+def passes(problem: Problem, config: Config) -> tuple[Pass, ...]:
+  """The passes over operands that a config needs if it loads none through registers."""
+  return of_product(multiplied(problem, config), wg_tile(config))
+
+
+@functools.lru_cache(maxsize=1024)
+def of_product(problem: Problem, wg_tile: tuple[int, int]) -> tuple[Pass, ...]:
+  """The same of what is multiplied, by warpgroups' tiles of such rows and columns."""
+  found = []
+  lhs_way, rhs_way = operand_tiles.ways(problem, wg_tile)
+  for name, shape, k_major, way in (
+      ("lhs", problem.lhs_shape, problem.lhs_layout == "k-major", lhs_way),
+      ("rhs", problem.rhs_shape, problem.rhs_layout == "k-major", rhs_way),
+  ):
+    what = _pass_over(problem, shape, k_major, way)
+    if what is not None:
+      found.append((what, name, math.prod(shape) * problem.itemsize))
+  return tuple(found)
+
+
+def splitting(
+    problem: Problem, config: Config, split: parts.Parts
+) -> tuple[Pass, ...]:
+  """The passes that make the parts: each reads 4 bytes an element, and writes 2 a part.
+
+  Where the parts are scaled, one more reads the operand first. Of lhs that is split in
+  registers there are none, but the product of swapped operands is transposed in one.
+  """
+  moved = 4 * (1 + split.scaled) + 2 * split.count  # cost_model takes it twice.
+  lhs, rhs = (
+      ("splitting", operand, math.prod(shape) * moved // 2)
+      for operand, shape in (("lhs", problem.lhs_shape), ("rhs", problem.rhs_shape))
+  )
+  if not split.lhs_in_registers:
+    return lhs, rhs
+  found = [lhs if config.swap else rhs]
+  if specialised.multiplied(problem, config).rhs_layout == "n-major":
+    found.append(("transposing", *found[0][1:]))
+  if config.swap and min(problem.m, problem.n) > 1:
+    stored = problem.batch * problem.m * problem.n * problem.out_itemsize
+    found.append(("transposing", "the result", stored))
+  return tuple(found)
+
+
+def multiplied(problem: Problem, config: Config) -> Problem:
+  """What the kernel multiplies."""
+  if isinstance(config, PersistentConfig):
+    return specialised.multiplied(problem, config)
+  return problem
+
+
+def wg_tile(config: Config) -> tuple[int, int]:
+  """Rows and columns that one warpgroup multiplies."""
+  if isinstance(config, PersistentConfig):
+    return specialised.wg_tile(config)
+  return config.tile_m, config.tile_n
+
+
+@functools.lru_cache(maxsize=1024)
+def misaligned(problem: Problem, num_bytes: int) -> tuple[str, ...]:
+  """The operands whose rows do not all begin at multiples of `num_bytes`."""
+  shapes = (("lhs", problem.lhs_shape), ("rhs", problem.rhs_shape))
+  return tuple(
+      operand for operand, shape in shapes if shape[-1] * problem.itemsize % num_bytes
+  )
+
+
+def _pass_over(problem: Problem, shape, k_major: bool, way: str) -> str | None:
+  """What `operand_tiles.prepare` does to an operand before the kernel, or None."""
+  if problem.dtype == "float32":
+    return "rounding" if k_major else "rounding and transposing"
+  if tiles.reads_k_major_only(problem.dtype) and not k_major:
+    return "transposing"
+  padded = operand_tiles.needs_padding(*shape[1:], problem.dtype, way)
+  return "padding" if padded else None
