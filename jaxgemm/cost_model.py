@@ -132,7 +132,8 @@ def estimate(
   split = parts.of(problem, config)
   splits_lhs = split is not None and split.lhs_in_registers
   stored = problem.transposed if splits_lhs and config.swap else problem
-  masked = kernel == direct.NAME or stored.n * stored.out_itemsize % 16 > 0
+  row_bytes = stored.n * stored.out_itemsize
+  masked = kernel == direct.NAME or row_bytes % 16 > 0
   splitting = operand_passes.splitting(problem, config, split) if split else ()
   num_parts, num_products = (split.count, split.num_products) if split else (1, 1)
   # Of lhs and rhs, beside those of one k tile of one part.
@@ -181,6 +182,7 @@ def estimate(
   )
   bound = "power" if energy > busy else "the SMs"
   busy = _limited(busy, energy)
+  memory_costs += (1.0 + model.crooked_stores * _crooked(row_bytes, model),)
   memory = _memory(problem, device, model, memory_costs, tiles_m, tiles_n, weights)
   memory *= 1 + model.apart * (1 - 1 / splits)
   if per_sm > 1:
@@ -331,9 +333,10 @@ def _memory(
     problem: Problem, device: Device, model: Model, costs, tiles_m: int, tiles_n: int,
     weights: tuple[int, int],
 ) -> float:
-  """Time of the memory for the bytes that must move; `costs`: see `_row_costs`.
+  """Time of the memory for the bytes that must move.
 
-  Operands count as often as `weights` says.
+  `costs` are those of `_row_costs`, and of the result. Operands count as often as
+  `weights` says.
   """
   lhs_bytes, rhs_bytes, other_bytes = _operand_bytes(problem)
   lhs_bytes, rhs_bytes = lhs_bytes * weights[0], rhs_bytes * weights[1]
@@ -341,9 +344,7 @@ def _memory(
     lhs_bytes *= 1 + model.reread
   if tiles_m > 1:
     rhs_bytes *= 1 + model.reread
-  num_bytes = problem.n * problem.out_itemsize
-  other_bytes *= 1 + model.crooked_stores * _crooked(num_bytes, model)
-  moved = lhs_bytes * costs[0] + rhs_bytes * costs[1] + other_bytes
+  moved = lhs_bytes * costs[0] + rhs_bytes * costs[1] + other_bytes * costs[2]
   return moved / (device.bandwidth_tbps * 1e6 * model.memory)
 
 

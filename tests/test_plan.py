@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxgemm
-from jaxgemm import device, heuristics, plan, table
+from jaxgemm import cost_model, device, heuristics, plan, table
 from jaxgemm.contexts import current_target
 from pallas_kernels import KERNELS, MOSAIC_KERNELS, triton
 from pallas_kernels.problem import (
@@ -196,6 +196,17 @@ def test_partial_sums_are_not_transposed():
   assert any(c.splits > c.cluster_k for c in split)
   assert any(c.swap for c in split)
   assert not any(c.swap and c.splits > c.cluster_k for c in split)
+
+
+@pytest.mark.parametrize(("n", "crooked"), [(65536, False), (65544, True)])
+def test_rows_are_those_of_the_result_also_of_swapped_operands(n, crooked):
+  config = PersistentConfig(tile_m=64, tile_n=48, num_stages=8, consumers=1, swap=True)
+  straight = dataclasses.replace(cost_model.MODEL, crooked_stores=0.0)
+  with_it, without = (
+      cost_model.estimate(Problem(40, n, 64), "persistent", config, H200, model).time_us
+      for model in (cost_model.MODEL, straight)
+  )
+  assert (with_it > without) == crooked
 
 
 def test_multicast_is_weighed_where_rows_are_slow_to_fetch():
