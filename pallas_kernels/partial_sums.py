@@ -2,7 +2,8 @@
 
 By operations of JAX, which XLA makes one kernel of: each element's parts are loaded at
 once, in whole lines, and added in their order, so that every run gives the same bits.
-A kernel of ours, which had its registers in wgmma's layout, took 1 to 4 us longer.
+A kernel of ours, which had its registers in wgmma's layout, took 0.7 to 3 us longer,
+with 64 and more parts 4 to 8.
 """
 
 from __future__ import annotations
