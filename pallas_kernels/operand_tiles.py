@@ -183,7 +183,7 @@ class Operand:
     rows, cols = (self.mn, self.k) if self.k_major else (self.k, self.mn)
     at = (mn, k) if self.k_major else (k, mn)
     loads = register_loads.RegisterLoads(
-        rows, cols, *self._tile_as_stored(), tiles.swizzled(self.dtype)
+        rows, cols, *self._tile_as_stored(), self.k_major, tiles.swizzled(self.dtype)
     )
     return loads, gmem[0], slots.at[slot], batch if self.batched else 0, *at
 

@@ -4,32 +4,45 @@ TMA wants rows that begin a multiple of 16 bytes apart, and even its windows mus
 begin at such an address: with an odd number of columns it reads nothing. Here the
 producer's threads do it. Each takes 16 bytes of a row of the tile at a time: it loads
 the two aligned pieces of 16 bytes in which they lie, shifts them together, and stores
-them where wgmma looks for them, swizzled. What lies beyond the array is zeros. All
-loads of a round are under way before the first is used.
+them where wgmma looks for them, swizzled. All loads of a round are under way before
+the first is used.
+
+A slot is made of blocks of 8 rows x 128 bytes. A thread takes the same 16 bytes of
+every second block. Blocks begin a multiple of 16 bytes apart in memory, whatever the
+stride of a row, so what a thread shifts by, and where it stores within a block, never
+changes: a piece takes 20 instructions, and one place for each piece of its own takes
+three times as many.
+
+What lies beyond k is zeros. What lies beyond the rows of lhs or the columns of rhs is
+whatever can be read nearby, or was there before, as nothing that comes of it is stored.
 
 The slot is filled when the stores are visible to wgmma: a fence, then an arrival on
 the slot's barrier. Several producers take k tiles in turn (see `ring`), so that one
-waits for memory while another stores: three of them are twice as fast as one.
+waits for memory while another stores.
 
 Source: the swizzle of 128 bytes is that of the PTX manual's wgmma matrix layouts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 import dataclasses
+import functools
+import math
 from typing import Any
 
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith
+from jaxlib.mlir.dialects import arith, scf
 
 from pallas_kernels.integers import const64, i32, i32_type, i64, i64_address
 
 WG_THREADS = 128
 CHUNK = 8  # Elements of 16 bits that a thread stores at once: 16 bytes.
 ROUND = 8  # Chunks of a thread whose loads are under way at once.
+_BLOCK_ROWS, _BLOCK_COLS, _BLOCK_BYTES = 8, 64, 1024
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 Ref = Any
 
@@ -40,7 +53,8 @@ class RegisterLoads:
 
   Attributes:
     rows, cols: of one product's operand, as it is stored.
-    tile_rows, tile_cols: of the tile; multiples of 8 and 64.
+    tile_rows, tile_cols: of the tile; multiples of 16 and 64.
+    k_major: whether a row holds elements of k, else a column.
     transforms: of the slots.
   """
 
@@ -48,66 +62,165 @@ class RegisterLoads:
   cols: int
   tile_rows: int
   tile_cols: int
+  k_major: bool
   transforms: tuple[Any, ...]
+
+  def __post_init__(self):
+    assert self.tile_rows % (2 * _BLOCK_ROWS) == 0 == self.tile_cols % _BLOCK_COLS
 
   @property
   def aligned(self) -> bool:
     """Whether chunks lie in aligned pieces, and the array has all of each or none."""
     return self.cols % CHUNK == 0
 
-  def _start(self, source, first_row, row, col, place):
-    """Starts the loads of one chunk of the tile."""
-    per_row = self.tile_cols // CHUNK
-    tile_row = arith.divui(place, i32(per_row))
-    chunk = arith.remui(place, i32(per_row))
-    column = arith.addi(col, arith.muli(chunk, i32(CHUNK)))
-    # Elements of the chunk that the array has; none of a row that it has not.
-    valid = arith.minsi(arith.subi(i32(self.cols), column), i32(CHUNK))
-    inside = arith.cmpi(
-        arith.CmpIPredicate.slt, arith.addi(row, tile_row), i32(self.rows)
-    )
-    valid = arith.select(inside, arith.maxsi(valid, i32(0)), i32(0))
-    element = arith.addi(
-        arith.muli(arith.addi(first_row, i64(tile_row)), const64(self.cols)),
-        i64(column),
-    )
-    address = arith.addi(source, arith.shli(element, const64(1)))
-    shift = arith.andi(arith.trunci(i32_type(), address), i32(15))  # Bytes.
-    aligned = arith.andi(address, const64(-16))
-    some = arith.cmpi(arith.CmpIPredicate.sgt, valid, i32(0))
-    end = arith.addi(shift, arith.muli(valid, i32(2)))
-    more = arith.cmpi(arith.CmpIPredicate.sgt, end, i32(16))
-    words = _load_16_bytes(aligned, some)
-    if not self.aligned:
-      words += _load_16_bytes(arith.addi(aligned, const64(16)), more)
-    return words, shift, valid, tile_row, chunk
+  @property
+  def k_is_short(self) -> bool:
+    """Whether no tile lies within k."""
+    return self.cols < self.tile_cols if self.k_major else self.rows < self.tile_rows
 
-  def _finish(self, started, target) -> None:
-    """Shifts what was loaded together and stores it."""
-    words, shift, valid, tile_row, chunk = started
-    if not self.aligned:
-      words = _shifted(words, shift, valid)
-    # Blocks of 8 rows x 128 bytes, in which row r has its 16-byte units XORed with r.
-    per_block = 64 // CHUNK
-    in_block = arith.remui(tile_row, i32(8))
-    block = arith.addi(
-        arith.muli(
-            arith.divui(tile_row, i32(8)), i32(self.tile_cols // 64)
+  @property
+  def has_edge(self) -> bool:
+    """Whether some tiles reach beyond the rows of lhs or the columns of rhs."""
+    if self.k_major:
+      return self.rows % self.tile_rows > 0
+    return self.cols % self.tile_cols > 0
+
+  def blocks(self) -> Iterator[tuple[int, int]]:
+    """(row, col) in the tile of each second block, whose next one lies 8 rows on.
+
+    None where every tile reaches beyond the rows of lhs or the columns of rhs.
+    """
+    rows, cols = self.tile_rows, self.tile_cols
+    if self.k_major:
+      rows = min(rows, self.rows)
+    else:
+      cols = min(cols, self.cols)
+    for col in range(0, cols, _BLOCK_COLS):
+      for row in range(0, rows, 2 * _BLOCK_ROWS):
+        yield row, col
+
+
+class _Tile:
+  """One tile, and what this thread has of each of its blocks."""
+
+  def __init__(self, loads: RegisterLoads, source, target, batch, row, col):
+    self.loads = loads
+    shape = ir.MemRefType(source.type).shape
+    self._source = i64_address(mgpu.utils.memref_ptr(source))
+    self._last_byte = const64(2 * math.prod(shape) - 1)
+    thread = arith.remui(mgpu.utils.thread_idx(), i32(WG_THREADS))
+    row_in_block = arith.andi(arith.shrui(thread, i32(3)), i32(7))
+    second = arith.shrui(thread, i32(6))  # Of each two blocks.
+    chunk = arith.andi(thread, i32(7))
+    own_row = arith.addi(row_in_block, arith.shli(second, i32(3)))
+    self._row = arith.addi(row, own_row)
+    self._col = arith.addi(col, arith.shli(chunk, i32(3)))
+    self._first_row = arith.muli(i64(batch), const64(loads.rows))
+    if loads.k_major:
+      self.within_k = _at_most(arith.addi(col, i32(loads.tile_cols)), loads.cols)
+    else:
+      self.within_k = _at_most(arith.addi(row, i32(loads.tile_rows)), loads.rows)
+    # Rows of blocks lie `blocks_across` blocks apart; in row r, units are XORed with r.
+    self._blocks_across = loads.tile_cols // _BLOCK_COLS
+    place = arith.addi(
+        arith.muli(second, i32(self._blocks_across * _BLOCK_BYTES)),
+        arith.addi(
+            arith.shli(row_in_block, i32(7)),
+            arith.shli(arith.xori(chunk, row_in_block), i32(4)),
         ),
-        arith.divui(chunk, i32(per_block)),
     )
-    unit = arith.xori(arith.remui(chunk, i32(per_block)), in_block)
-    offset = arith.addi(
-        arith.muli(block, i32(1024)),
-        arith.addi(arith.muli(in_block, i32(128)), arith.muli(unit, i32(16))),
+    self._target = mgpu.utils.getelementptr(
+        mgpu.utils.memref_ptr(target), [place], ir.IntegerType.get_signless(8)
     )
+
+  def _address(self, row, col):
+    element = arith.addi(
+        arith.muli(arith.addi(self._first_row, i64(row)), const64(self.loads.cols)),
+        i64(col),
+    )
+    return arith.addi(self._source, arith.shli(element, const64(1)))
+
+  def readers(self, masked: bool) -> list[Callable[[], Callable[[], None]]]:
+    """For each chunk: what starts its loads, and returns what stores it."""
+    read = self._masked() if masked else self._within_k()
+    return [functools.partial(self._start, read, *at) for at in self.loads.blocks()]
+
+  def _start(self, read, row: int, col: int) -> Callable[[], None]:
+    finish = read(row, col)
+    block = row // _BLOCK_ROWS * self._blocks_across + col // _BLOCK_COLS
     address = mgpu.utils.getelementptr(
-        target, [offset], ir.IntegerType.get_signless(8)
+        self._target, [i32(block * _BLOCK_BYTES)], ir.IntegerType.get_signless(8)
     )
-    mgpu.utils.inline_ptx(
-        "st.shared.v4.b32 [$0], {$1, $2, $3, $4};", address, *words,
-        has_side_effects=True,
-    )
+
+    def store():
+      mgpu.utils.inline_ptx(
+          "st.shared.v4.b32 [$0], {$1, $2, $3, $4};", address, *finish(),
+          has_side_effects=True,
+      )
+
+    return store
+
+  def _within_k(self):
+    """Reads the chunk of a block, all of which lies within k."""
+    loads, row, col = self.loads, self._row, self._col
+    if loads.has_edge and loads.k_major:
+      row = arith.minsi(row, i32(loads.rows - 1))
+    elif loads.has_edge:
+      col = arith.minsi(col, i32(loads.cols - 1))
+    address = self._address(row, col)
+    shift = _Shift(address)
+    first = arith.andi(address, const64(-16))
+    # Where nothing is shifted, the next piece may lie beyond the array.
+    apart = arith.select(shift.is_zero, const64(0), const64(16))
+    last = arith.andi(arith.addi(self._source, self._last_byte), const64(-16))
+
+    def read(block_row: int, block_col: int):
+      by_rows = const64(2 * block_row * loads.cols)
+      by_cols = const64(2 * block_col)
+      if loads.has_edge and loads.k_major:
+        inside = _less(arith.addi(self._row, i32(block_row)), loads.rows)
+        by_rows = arith.select(inside, by_rows, const64(0))
+      elif loads.has_edge:
+        inside = _less(arith.addi(self._col, i32(block_col)), loads.cols)
+        by_cols = arith.select(inside, by_cols, const64(0))
+      piece = arith.addi(first, arith.addi(by_rows, by_cols))
+      words = _load_16_bytes(piece)
+      if loads.aligned:
+        return lambda: words
+      following = arith.addi(piece, apart)
+      if loads.has_edge and not loads.k_major:  # The end of a row: perhaps the last.
+        following = arith.minsi(following, last)
+      words += _load_16_bytes(following)
+      return lambda: shift.of(words)
+
+    return read
+
+  def _masked(self):
+    """Reads the chunk of a block: zeros for all that lies beyond the array."""
+    loads = self.loads
+    address = self._address(self._row, self._col)
+    shift = _Shift(address)
+    first = arith.andi(address, const64(-16))
+
+    def read(block_row: int, block_col: int):
+      # Elements of the chunk that the array has; none of a row that it has not.
+      col = arith.addi(self._col, i32(block_col))
+      valid = arith.minsi(arith.subi(i32(loads.cols), col), i32(CHUNK))
+      inside = _less(arith.addi(self._row, i32(block_row)), loads.rows)
+      valid = arith.select(inside, arith.maxsi(valid, i32(0)), i32(0))
+      some = arith.cmpi(arith.CmpIPredicate.sgt, valid, i32(0))
+      end = arith.addi(shift.num_bytes, arith.muli(valid, i32(2)))
+      more = arith.cmpi(arith.CmpIPredicate.sgt, end, i32(16))
+      piece = arith.addi(
+          first, const64(2 * (block_row * loads.cols + block_col))
+      )
+      words = _load_16_bytes(piece, some)
+      if loads.aligned:
+        return lambda: words
+      words += _load_16_bytes(arith.addi(piece, const64(16)), more)
+      return lambda: _masked(shift.of(words), valid)
+
+    return read
 
 
 def load(
@@ -128,48 +241,72 @@ def load(
   @plgpu.inline_mgpu(arg_types=(*types, *[_SCALAR] * len(places)))
   def run(_, *args):
     refs, places = args[:len(types)], [x.registers.item() for x in args[len(types):]]
-    thread = arith.remui(mgpu.utils.thread_idx(), i32(WG_THREADS))
-    chunks = []
-    for i, loads in enumerate(all_loads):
-      source = i64_address(mgpu.utils.memref_ptr(refs[2 * i]))
-      target = mgpu.utils.memref_ptr(refs[2 * i + 1])
-      batch, row, col = places[3 * i : 3 * i + 3]
-      first_row = arith.addi(arith.muli(i64(batch), const64(loads.rows)), i64(row))
-      for place in range(0, loads.tile_rows * loads.tile_cols // CHUNK, WG_THREADS):
-        chunks.append((loads, source, first_row, row, col, place, target))
-    for first in range(0, len(chunks), at_once):
-      started = [
-          (loads, target, loads._start(
-              source, first_row, row, col, arith.addi(thread, i32(place))
-          ))
-          for loads, source, first_row, row, col, place, target
-          in chunks[first : first + at_once]
-      ]
-      for loads, target, chunk in started:
-        loads._finish(chunk, target)
+    found = [
+        _Tile(loads, *refs[2 * i : 2 * i + 2], *places[3 * i : 3 * i + 3])
+        for i, loads in enumerate(all_loads)
+    ]
+
+    def fill(masked: bool) -> None:
+      chunks = [start for tile in found for start in tile.readers(masked)]
+      for first in range(0, len(chunks), at_once):
+        stores = [start() for start in chunks[first : first + at_once]]
+        for store in stores:
+          store()
+
+    if any(loads.k_is_short for loads in all_loads):
+      fill(masked=True)
+      return
+    within_k = functools.reduce(arith.andi, [tile.within_k for tile in found])
+    branches = scf.IfOp(within_k, has_else=True)
+    for block, masked in ((branches.then_block, False), (branches.else_block, True)):
+      with ir.InsertionPoint(block):
+        fill(masked)
+        scf.yield_([])
 
   run(*refs, *places)
 
 
-def _shifted(words: list[ir.Value], shift, valid) -> list[ir.Value]:
-  """The `valid` elements from byte `shift` of eight words on, then zeros: four words."""
-  # By two words, by one, by half of one: as the bits of `shift` say.
-  for bit, step in ((8, 2), (4, 1)):
-    apart = _is_set(shift, bit)
-    words = [
-        arith.select(apart, words[i + step], words[i]) for i in range(len(words) - step)
-    ]
-  bits = arith.shli(arith.andi(shift, i32(2)), i32(3))
-  words = [_funnel_shift(words[i], words[i + 1], bits) for i in range(CHUNK // 2)]
-  for i in range(CHUNK // 2):
-    left, half = arith.subi(valid, i32(2 * i)), arith.andi(words[i], i32(0xFFFF))
-    word = arith.select(_at_least(left, 2), words[i], half)
-    words[i] = arith.select(_at_least(left, 1), word, i32(0))
-  return words
+class _Shift:
+  """What lies at an address, out of the two aligned pieces of 16 bytes around it."""
+
+  def __init__(self, address):
+    self.num_bytes = arith.andi(arith.trunci(i32_type(), address), i32(15))
+    self.is_zero = arith.cmpi(arith.CmpIPredicate.eq, self.num_bytes, i32(0))
+    self._bits = arith.shli(arith.andi(self.num_bytes, i32(2)), i32(3))
+
+  def of(self, words: list[ir.Value]) -> list[ir.Value]:
+    """The 16 bytes from there on, of eight words: four."""
+    # By two words, by one, by half of one: as the bits of the shift say.
+    for bit, step in ((8, 2), (4, 1)):
+      is_set = arith.cmpi(
+          arith.CmpIPredicate.ne, arith.andi(self.num_bytes, i32(bit)), i32(0)
+      )
+      words = [
+          arith.select(is_set, words[i + step], words[i])
+          for i in range(len(words) - step)
+      ]
+    pairs = zip(words[: CHUNK // 2], words[1:], strict=True)
+    return [_funnel_shift(low, high, self._bits) for low, high in pairs]
 
 
-def _load_16_bytes(address, predicate) -> list[ir.Value]:
+def _masked(words: list[ir.Value], valid) -> list[ir.Value]:
+  """The first `valid` elements, then zeros."""
+  found = []
+  for i, word in enumerate(words):
+    left, half = arith.subi(valid, i32(2 * i)), arith.andi(word, i32(0xFFFF))
+    word = arith.select(_at_least(left, 2), word, half)
+    found.append(arith.select(_at_least(left, 1), word, i32(0)))
+  return found
+
+
+def _load_16_bytes(address, predicate=None) -> list[ir.Value]:
   """Four words from an aligned address, zeros where `predicate` is false."""
+  if predicate is None:
+    words = mgpu.utils.inline_ptx(
+        "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];", address,
+        result_types=[i32_type()] * 4, has_side_effects=True,
+    )
+    return list(words)
   words = mgpu.utils.inline_ptx(
       "{ .reg .pred p; setp.ne.b32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0;"
       " mov.b32 $2, 0; mov.b32 $3, 0;"
@@ -186,10 +323,12 @@ def _funnel_shift(low, high, bits):
   )
 
 
-def _is_set(value, bit: int):
-  return arith.cmpi(
-      arith.CmpIPredicate.ne, arith.andi(value, i32(bit)), i32(0)
-  )
+def _less(value, limit: int):
+  return arith.cmpi(arith.CmpIPredicate.slt, value, i32(limit))
+
+
+def _at_most(value, limit: int):
+  return arith.cmpi(arith.CmpIPredicate.sle, value, i32(limit))
 
 
 def _at_least(value, least: int):

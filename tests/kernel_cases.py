@@ -65,6 +65,9 @@ def mostly_slow(values, short: int = 1) -> list:
   ]
 
 
+# Tiles of configs whose producers load through registers.
+LOADING_TILES = ((64, 64), (128, 64), (64, 128))
+
 # (fields of a config, columns of a problem): tiles of more columns than one wgmma
 # multiplies, and tiles of three consumers.
 WIDE_TILES = (

@@ -12,6 +12,7 @@ from jaxgemm import heuristics
 from jaxgemm.device import known_device
 from pallas_kernels import MOSAIC_KERNELS as KERNELS
 from pallas_kernels.problem import Epilogue
+from tests import kernel_cases
 from tests.kernel_cases import LAYOUTS, lowered, make_problem, mostly_slow, small_config
 
 H200 = known_device("NVIDIA H200")
@@ -122,8 +123,9 @@ def test_no_operand_is_copied_where_tma_takes_it():
 
 @pytest.mark.parametrize("layouts", LAYOUTS)
 @pytest.mark.parametrize("kernel", ["persistent", "split_k"])
-def test_registers_load_what_would_be_padded(kernel, layouts):
-  fields = dict(tile_m=64, tile_n=64, consumers=1, num_stages=6)
+@pytest.mark.parametrize("tile", kernel_cases.LOADING_TILES, ids=str)
+def test_registers_load_what_would_be_padded(tile, kernel, layouts):
+  fields = dict(tile_m=tile[0], tile_n=tile[1], consumers=1, num_stages=6)
   for batch, pads in [(1, 2), (3, 2)]:
     problem = make_problem(1001, 515, 333, layouts, batch=batch)
     text = lowered(kernel, problem, small_config(kernel, pad=True, **fields))
