@@ -58,7 +58,7 @@ class Model:
   crooked_32: float = 0.459  # Of all three, where they begin at multiples of 32 bytes.
   crooked_64: float = 0.324  # The same, of 64 bytes.
   reread: float = 0.221  # Share of an operand that each second tile fetches anew.
-  load_rate: float = 39.6e3  # Memory to shared memory through registers, shifted.
+  load_rate: float = 26e3  # Memory to shared memory through registers, shifted.
   direct_rate: float = 57.5e3  # The same, where rows are aligned to 16 bytes.
   round: float = 0.246  # Of direct's loads that wait for the ones before.
   store_rate: float = 33.9e3  # Registers of a warpgroup to memory.
