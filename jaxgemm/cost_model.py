@@ -416,5 +416,3 @@ def _crooked(num_bytes: int, model: Model) -> float:
     if num_bytes % line == 0:
       return share
   return 1.0
-
-
