@@ -161,7 +161,7 @@ def estimate(
   at_once = device.ctas_at_once(cluster)
   per_sm = tiles.cdiv(num_tiles, at_once)
 
-  needed = operand_passes.of_product(problem, wg_tile(config))
+  needed = operand_passes.of_product(problem)
   loaded = ()  # Through registers.
   if kernel == direct.NAME:
     loaded, needed = ("lhs", "rhs"), ()
@@ -252,7 +252,7 @@ def _busy(
   if wg_n > tiles.WGMMA_COLS:
     matrix *= model.wide
   if wg_n > tiles.swizzle_elems(problem.dtype):
-    if operand_tiles.ways(problem, (wg_m, wg_n))[1] == "chunks":
+    if operand_tiles.ways(problem)[1] == "chunks":
       matrix *= model.chunks
   # blocked has one slot, and loads nothing while it multiplies; direct asks for all.
   ahead = max(getattr(config, "num_stages", 1) - 1, 0.5) * steps_of_slot

@@ -17,14 +17,14 @@ Pass = tuple[str, str, int]
 
 def passes(problem: Problem, config: Config) -> tuple[Pass, ...]:
   """The passes over operands that a config needs if it loads none through registers."""
-  return of_product(multiplied(problem, config), wg_tile(config))
+  return of_product(multiplied(problem, config))
 
 
 @functools.lru_cache(maxsize=1024)
-def of_product(problem: Problem, wg_tile: tuple[int, int]) -> tuple[Pass, ...]:
-  """The same of what is multiplied, by warpgroups' tiles of such rows and columns."""
+def of_product(problem: Problem) -> tuple[Pass, ...]:
+  """The same of what is multiplied."""
   found = []
-  lhs_way, rhs_way = operand_tiles.ways(problem, wg_tile)
+  lhs_way, rhs_way = operand_tiles.ways(problem)
   for name, shape, k_major, way in (
       ("lhs", problem.lhs_shape, problem.lhs_layout == "k-major", lhs_way),
       ("rhs", problem.rhs_shape, problem.rhs_layout == "k-major", rhs_way),

@@ -118,7 +118,7 @@ def make_call(
     prepared = lhs_registers.prepare(*operands[:2], problem, config, emulated=emulated)
   else:
     prepared = operand_tiles.prepare(
-        *lhs_and_rhs, problem, config, wg_tile, emulated=emulated,
+        *lhs_and_rhs, problem, config, emulated=emulated,
         by_registers=by_registers,
     )
   epilogue = epilogues.make_epilogue(

@@ -35,9 +35,6 @@ import jax.numpy as jnp
 from pallas_kernels import register_loads, tiles
 from pallas_kernels.problem import Problem
 
-# Rows of the one operand from which a pass over the other pays (reckoned, not measured).
-PAD_FROM = 4096
-
 Ref = Any  # A Pallas reference.
 
 
@@ -223,24 +220,21 @@ class Operand:
     return self.way in ("flat", "chunks") and not self.emulated
 
 
-def ways(problem: Problem, wg_tile: tuple[int, int]) -> tuple[str, str]:
-  """The ways of lhs and rhs, of which a warpgroup multiplies `wg_tile`."""
+def ways(problem: Problem) -> tuple[str, str]:
+  """The ways of lhs and rhs."""
   return (
-      _way(problem.lhs_shape, problem.lhs_layout, problem.dtype, wg_tile[0], problem.n),
-      _way(problem.rhs_shape, problem.rhs_layout, problem.dtype, wg_tile[1], problem.m),
+      _way(problem.lhs_shape, problem.lhs_layout, problem.dtype),
+      _way(problem.rhs_shape, problem.rhs_layout, problem.dtype),
   )
 
 
-def _way(shape, layout: str, dtype, wg_mn: int, reuse: int) -> str:
-  """The way of an operand whose elements are multiplied `reuse` times each."""
+def _way(shape, layout: str, dtype) -> str:
   _, rows, cols = shape
   if layout == "k-major":
     return "flat"
   fits = not needs_padding(rows, cols, dtype, "tiled")
-  if fits or cols % tiles.tma_stride_elems(dtype):
-    return "tiled"  # A pass that mends the stride pads whatever else is wanted.
-  # Short wgmma read shared memory too often: a pass may cost less.
-  return "tiled" if wg_mn > tiles.swizzle_elems(dtype) and reuse >= PAD_FROM else "chunks"
+  # A pass that mends the stride pads whatever else is wanted.
+  return "tiled" if fits or cols % tiles.tma_stride_elems(dtype) else "chunks"
 
 
 def needs_padding(rows: int, cols: int, dtype, way: str) -> bool:
@@ -308,7 +302,7 @@ class Prepared:
 
 def prepare(
     lhs: Sequence[jax.Array], rhs: Sequence[jax.Array], problem: Problem, config,
-    wg_tile: tuple[int, int], *, emulated: bool, by_registers: bool = False,
+    *, emulated: bool, by_registers: bool = False,
 ) -> Prepared:
   """Brings two operands into a form that TMA and wgmma read.
 
@@ -322,7 +316,6 @@ def prepare(
       of a gated product, in one array or two.
     problem: the problem.
     config: has `tile_m`, `tile_n` and `tile_k`.
-    wg_tile: rows and columns of the result that one warpgroup multiplies.
     emulated: whether the kernel runs in the emulator.
     by_registers: whether all operands come through registers, on the chip.
   """
@@ -339,7 +332,7 @@ def prepare(
       layout == "k-major" for layout in (problem.lhs_layout, problem.rhs_layout)
   )
   arrays, found = [], []
-  lhs_way, rhs_way = ways(problem, wg_tile)
+  lhs_way, rhs_way = ways(problem)
   lhs_facts = tuple(lhs), lhs_k_major, config.tile_m, problem.m, problem.lhs_batched
   rhs_facts = tuple(rhs), rhs_k_major, config.tile_n, problem.n, problem.rhs_batched
   for is_lhs, dtype, its_way, (its, k_major, tile_mn, mn, batched) in (

@@ -114,11 +114,9 @@ def test_no_operand_is_copied_where_tma_takes_it():
       "persistent", make_problem(1001, 1024, 1024), small_config("persistent")
   )
   assert "stablehlo.pad" not in text  # Any number of rows of a k-major operand.
-  for m, pads in ((1024, 1), (8192, 2)):
-    # The lhs has a bad stride; the rhs, of any number of rows, comes in chunks, unless
-    # it is read so often that a pass over it costs less.
-    text = lowered("persistent", make_problem(m, 1024, 1001), small_config("persistent"))
-    assert text.count("stablehlo.pad") == pads
+  # The lhs has a bad stride; the rhs, of any number of rows, comes in chunks.
+  text = lowered("persistent", make_problem(8192, 1024, 1001), small_config("persistent"))
+  assert text.count("stablehlo.pad") == 1
 
 
 @pytest.mark.parametrize("layouts", LAYOUTS)

@@ -226,6 +226,8 @@ def test_multicast_is_weighed_where_rows_are_slow_to_fetch():
     [
         (120, 357, 19, True, True),  # Over before any kernel of ours can be.
         (120, 360, 64, True, False),
+        (7488, 2344, 16, True, True),  # Crooked rows of the result, and little else.
+        (4096, 4096, 64, True, False),
         (2047, 2049, 511, True, False),
         (333, 777, 22223, True, False),
         (120, 360, 72, False, False),  # TMA takes the operands as they are.
@@ -235,6 +237,26 @@ def test_xla_is_weighed_where_it_may_be_faster(m, n, k, weighed, chosen):
   listed = heuristics.candidates(Problem(m, n, k), H200)
   assert any(c.kernel == "xla" for c in listed) == weighed
   assert (listed[0].kernel == "xla") == chosen
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "layouts", "chosen"),
+    [
+        (1, 4096, "NT", True),  # The weights are read along k, as memory has them.
+        (1, 2048, "NN", False),
+        (1, 14336, "NN", True),
+        (4096, 1, "NN", True),
+        (4096, 1, "TN", False),
+    ],
+)
+def test_xla_is_chosen_for_one_row_of_float32_along_k(m, n, layouts, chosen):
+  lhs_layout = "k-major" if layouts[0] == "N" else "m-major"
+  rhs_layout = "k-major" if layouts[1] == "T" else "n-major"
+  problem = Problem(
+      m, n, 4096, lhs_layout=lhs_layout, rhs_layout=rhs_layout, dtype="float32",
+      out_dtype="float32", algorithm="bf16_x6",
+  )
+  assert (heuristics.candidates(problem, H200)[0].kernel == "xla") == chosen
 
 
 # -- Devices and contexts ----------------------------------------------------------
