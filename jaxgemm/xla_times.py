@@ -55,7 +55,8 @@ def _as_exact_as_float32(
   )
   rate = _SGEMM * (0.95 if min(problem.m, problem.n) > 64 else 0.75)
   busy *= rows * cols / (problem.m * problem.n * rate)
-  return 4.0 + soft_max(busy, memory / 0.8), "no pass that splits the operands"
+  begin = 4.0 + (0.012 * min(problem.k, 256) if min(problem.m, problem.n) > 64 else 0.0)
+  return begin + soft_max(busy, memory / 0.8), "no pass that splits the operands"
 
 
 def _tf32(problem: Problem, busy: float, memory: float) -> tuple[float, str]:
