@@ -246,7 +246,6 @@ def test_xla_is_weighed_where_it_may_be_faster(m, n, k, weighed, chosen):
         (1, 2048, "NN", False),
         (1, 14336, "NN", True),
         (4096, 1, "NN", True),
-        (4096, 1, "TN", False),
     ],
 )
 def test_xla_is_chosen_for_one_row_of_float32_along_k(m, n, layouts, chosen):
