@@ -53,9 +53,10 @@ def _as_exact_as_float32(
   rows, cols = (
       tiles.round_up(size, 128 if size > 64 else 32) for size in (problem.m, problem.n)
   )
-  rate = _SGEMM * (0.95 if min(problem.m, problem.n) > 64 else 0.75)
+  begin, rate = 4.0, 0.75 * _SGEMM
+  if min(problem.m, problem.n) > 64:
+    begin, rate = 4.0 + 0.012 * min(problem.k, 256), 0.95 * _SGEMM
   busy *= rows * cols / (problem.m * problem.n * rate)
-  begin = 4.0 + (0.012 * min(problem.k, 256) if min(problem.m, problem.n) > 64 else 0.0)
   return begin + soft_max(busy, memory / 0.8), "no pass that splits the operands"
 
 

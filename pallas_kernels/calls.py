@@ -76,9 +76,8 @@ class Call:
 
 
 def make_call(
-    operands, problem: Problem, config: Config, *, wg_tile: tuple[int, int],
-    num_wgs: int, interpret, result: Problem | None = None,
-    stored_cols: int | None = None, by_registers: bool = False,
+    operands, problem: Problem, config: Config, *, stored_cols: int, num_wgs: int,
+    interpret, result: Problem | None = None, by_registers: bool = False,
     halves: Halves | None = None,
 ) -> Call:
   """Prepares operands (lhs, rhs[, c][, biases], or scales) for a kernel.
@@ -89,11 +88,10 @@ def make_call(
   Args:
     operands, interpret: as `launch` gets them.
     problem, config: what is multiplied, and how.
-    wg_tile: rows and columns that each of `num_wgs` warpgroups multiplies.
+    stored_cols: columns that each of `num_wgs` warpgroups stores.
     result: describes the array that is stored where that is not the product (the
       partial sums of split-k), or where that is the product of its parts: its batch,
       m, n, out_dtype, algorithm and epilogue count.
-    stored_cols: columns that a warpgroup stores, if not all that it multiplies.
     by_registers: whether registers, not TMA, bring the operands and take the result.
     halves: the operands' float16 parts, where these are multiplied.
   """
@@ -118,11 +116,10 @@ def make_call(
     prepared = lhs_registers.prepare(*operands[:2], problem, config, emulated=emulated)
   else:
     prepared = operand_tiles.prepare(
-        *lhs_and_rhs, problem, config, emulated=emulated,
-        by_registers=by_registers,
+        *lhs_and_rhs, problem, config, emulated=emulated, by_registers=by_registers,
     )
   epilogue = epilogues.make_epilogue(
-      result, stored_cols or wg_tile[1], num_wgs, emulated=emulated,
+      result, stored_cols, num_wgs, emulated=emulated,
       transposed=getattr(config, "swap", False), by_registers=by_registers,
   )
   epilogue = dataclasses.replace(epilogue, scales=facts)

@@ -78,7 +78,7 @@ def launch(
   del num_sms  # One CTA a tile, however many SMs there are.
   emulated = interpret is not None
   call = calls.make_call(
-      operands, problem, config, wg_tile=(config.tile_m, config.tile_n), num_wgs=1,
+      operands, problem, config, stored_cols=config.tile_n, num_wgs=1,
       interpret=interpret, by_registers=True,
   )
   lhs, rhs = call.prepared.lhs_operand, call.prepared.rhs_operand

@@ -128,8 +128,8 @@ def _launch(
   operands = _apart(operands, problem)
   call = calls.make_call(
       swapped(operands, config), specialised.multiplied(problem, config), config,
-      wg_tile=specialised.wg_tile(config), num_wgs=config.consumers, interpret=interpret,
-      result=problem, halves=split, stored_cols=specialised.stored_cols(problem, config),
+      stored_cols=specialised.stored_cols(problem, config), num_wgs=config.consumers,
+      interpret=interpret, result=problem, halves=split,
   )
   return run(
       call, specialised.multiplied(problem, config), config, name=NAME, num_sms=num_sms,

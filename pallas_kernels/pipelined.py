@@ -59,7 +59,7 @@ def launch(
   """Returns the result [batch, m, n]; operands as `problem` stores them."""
   del num_sms  # One CTA a tile, however many SMs there are.
   call = calls.make_call(
-      operands, problem, config, wg_tile=(config.tile_m, config.tile_n), num_wgs=1,
+      operands, problem, config, stored_cols=config.tile_n, num_wgs=1,
       interpret=interpret,
   )
   lhs, rhs = call.prepared.lhs_operand, call.prepared.rhs_operand

@@ -138,9 +138,8 @@ def _multiply(operands, problem, config, num_sms, interpret, split) -> jax.Array
   stored, storing = _first_kernel(problem, config)
   call = calls.make_call(
       persistent.swapped(operands, config), product, storing,
-      wg_tile=specialised.wg_tile(config), num_wgs=config.consumers, interpret=interpret,
-      result=stored,
-      stored_cols=exchange.share_cols if exchange else None, halves=split,
+      stored_cols=exchange.share_cols if exchange else specialised.wg_tile(config)[1],
+      num_wgs=config.consumers, interpret=interpret, result=stored, halves=split,
   )
   k_steps = tiles.cdiv(tiles.cdiv(problem.k, config.tile_k), config.splits)
   sums = config.splits // config.cluster_k

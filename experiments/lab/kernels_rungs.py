@@ -108,7 +108,7 @@ def launch(
   del num_sms  # One CTA a tile, however many SMs there are.
   shape = config.tile_m, config.tile_n
   call = calls.make_call(
-      operands, problem, config, wg_tile=shape, num_wgs=1, interpret=interpret
+      operands, problem, config, stored_cols=shape[1], num_wgs=1, interpret=interpret
   )
   prepared = call.prepared
   if config.swizzle != tiles.SWIZZLE_BYTES:

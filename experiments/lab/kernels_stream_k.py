@@ -132,7 +132,7 @@ def _multiply(operands, problem, config, units, interpret) -> tuple[jax.Array, j
   library = config.of_library
   wg_tile = specialised.wg_tile(library)
   call = calls.make_call(
-      operands, problem, library, wg_tile=wg_tile, num_wgs=config.consumers,
+      operands, problem, library, stored_cols=wg_tile[1], num_wgs=config.consumers,
       interpret=interpret,
   )
   ring = rings.Ring(call.prepared, config.num_stages, config.consumers, 1, k_steps=1)

@@ -93,7 +93,7 @@ def launch(
   """Returns the result [1, m, n]; operands as `problem` stores them."""
   library = config.of_library
   call = calls.make_call(
-      operands, problem, library, wg_tile=specialised.wg_tile(library), num_wgs=1,
+      operands, problem, library, stored_cols=config.tile_n, num_wgs=1,
       interpret=interpret, result=_partial_sums(problem, config),
   )
   k_steps = tiles.cdiv(tiles.cdiv(problem.k, config.tile_k), config.splits)
