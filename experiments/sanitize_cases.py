@@ -107,9 +107,9 @@ def _losses(rows: int, cols: int, num_classes: int) -> Case:
 
 PLAIN = Problem(300, 328, 328)
 ODD = Problem(301, 333, 327)  # Rows that begin at addresses which TMA does not take.
-# Such rows where registers load them: in aligned pieces of 16 bytes. Each operand, eight
-# products, ends with its last piece; what lay behind it would be read, though not used,
-# and initcheck would report it.
+# Such rows where registers load or pad them: in aligned pieces of 16 bytes. Each operand,
+# eight products, ends with its last piece; what lay behind it would be read, though not
+# used, and initcheck would report it.
 ODD_PIECES = Problem(141, 101, 327, batch=8)
 FUSED = dataclasses.replace(
     PLAIN, epilogue=Epilogue(
@@ -170,7 +170,7 @@ CASES: dict[str, Case] = {
     "blocked fused": _blocked(FUSED, BlockedConfig(64, 64)),
     "blocked tf32": _blocked(
         _of(PLAIN, "float32"), BlockedConfig(64, 64, 32, promote=1)),
-    "blocked odd": _blocked(ODD, BlockedConfig(64, 64)),
+    "blocked odd": _blocked(ODD_PIECES, BlockedConfig(64, 64)),
     "pipelined": product("pipelined", PLAIN, PipelinedConfig(64, 64, num_stages=3)),
     "pipelined fused": product("pipelined", FUSED, PipelinedConfig(64, 64, num_stages=3)),
     "direct": product("direct", PLAIN, DirectConfig(64, 64)),
@@ -192,7 +192,7 @@ CASES: dict[str, Case] = {
     "persistent chunks": _persistent(_laid_out(PLAIN, "tn"), _config(tile_m=256)),
     "persistent chunks of columns": _persistent(PLAIN, _config(tile_n=256, wg_dim="n")),
     "persistent wide": _persistent(PLAIN, _config(tile_n=384)),
-    "persistent padded": _persistent(ODD, _one_consumer()),
+    "persistent padded": _persistent(ODD_PIECES, _one_consumer()),
     "persistent registers": _persistent(ODD_PIECES, _one_consumer(pad=False)),
     "persistent registers tt": _persistent(
         _laid_out(ODD_PIECES, "tt"), _one_consumer(pad=False)),

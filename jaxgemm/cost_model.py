@@ -88,8 +88,8 @@ class Model:
   guard: float = 14.0  # Of float16 parts: to see whether they do, in small kernels.
   pass_launch: float = 0.809  # Launch of a pass over an operand.
   pass_rate: float = 3.57e6  # Bytes read and written; of the whole chip.
-  pad_launch: float = 1.2  # The same two of a pass that pads rows of odd lengths, whose
-  pad_rate: float = 3.2e6  # elements XLA moves one by one; by hand, of cold operands.
+  pad_launch: float = 1.3  # The same two of a pass that pads rows of odd lengths, both
+  pad_rate: float = 4.2e6  # operands' in one launch; by hand, of cold operands.
 
 
 MODEL = Model()
@@ -377,11 +377,12 @@ def _extra(
   if sums > 1:
     partial_bytes = 4 * problem.batch * problem.m * problem.n * sums
     time += model.reduce + model.part * sums + partial_bytes / model.reduce_rate
+  padded = [num_bytes for what, _, num_bytes in needed if what == "padding"]
+  if padded:
+    time += model.pad_launch + 2 * sum(padded) / model.pad_rate
   for what, _, num_bytes in needed:
-    launch, rate = model.pass_launch, model.pass_rate
-    if what == "padding":
-      launch, rate = model.pad_launch, model.pad_rate
-    time += launch + 2 * num_bytes / rate
+    if what != "padding":
+      time += model.pass_launch + 2 * num_bytes / model.pass_rate
   return time
 
 

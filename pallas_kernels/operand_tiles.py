@@ -32,7 +32,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import register_loads, tiles
+from pallas_kernels import pads, register_loads, tiles
 from pallas_kernels.problem import Problem
 
 Ref = Any  # A Pallas reference.
@@ -255,20 +255,53 @@ def takes_loads(problem: Problem, config) -> bool:
   return not getattr(config, "pad", True) and problem.itemsize == 2
 
 
-def pad_for_tma(x: jax.Array, dtype, way: str) -> jax.Array:
-  """Pads an operand [batch, rows, cols] that TMA cannot take as it is.
+def padded_shape(shape: tuple[int, ...], dtype, way: str) -> tuple[int, int, int]:
+  """The shape that TMA takes in place of an operand's [batch, rows, cols].
 
   See `needs_padding`. Most need only their row stride mended; one that is read tiled
-  may need both dimensions. The zeros do not change the product.
+  may need both dimensions.
   """
-  _, rows, cols = x.shape
+  batch, rows, cols = shape
   elems = tiles.swizzle_elems(dtype)
   if cols <= elems:
     elems = tiles.tma_stride_elems(dtype)
-  pad_rows = tiles.round_up(rows, 8) - rows if rows > 8 and way == "tiled" else 0
-  pad_cols = tiles.round_up(cols, elems) - cols
-  zero = jnp.zeros((), x.dtype)
-  return lax.pad(x, zero, ((0, 0, 0), (0, pad_rows, 0), (0, pad_cols, 0)))
+  if rows > 8 and way == "tiled":
+    rows = tiles.round_up(rows, 8)
+  return batch, rows, tiles.round_up(cols, elems)
+
+
+def pad_for_tma(x: jax.Array, dtype, way: str) -> jax.Array:
+  """Pads an operand that TMA cannot take as it is. Zeros do not change the product."""
+  shape = padded_shape(x.shape, dtype, way)
+  widths = [(0, new - old, 0) for old, new in zip(x.shape, shape, strict=True)]
+  return lax.pad(x, jnp.zeros((), x.dtype), widths)
+
+
+def _pad_all(
+    operands: list[tuple[jax.Array, ...]], dtypes: Sequence[str],
+    ways: Sequence[str | None], *, emulated: bool,
+) -> list[tuple[jax.Array, ...]]:
+  """The operands, of the arrays of which those with a way are padded for it.
+
+  By one kernel of ours on the chip, where elements have 16 bits.
+  """
+  arrays, shapes = [], []
+  for its, dtype, way in zip(operands, dtypes, ways, strict=True):
+    if way is not None:
+      arrays += its
+      shapes += [padded_shape(x.shape, dtype, way) for x in its]
+  if not arrays:
+    return operands
+  if emulated or any(x.dtype.itemsize != 2 for x in arrays):
+    return [
+        its if way is None else tuple(pad_for_tma(x, dtype, way) for x in its)
+        for its, dtype, way in zip(operands, dtypes, ways, strict=True)
+    ]
+  padded = iter(pads.pad(arrays, shapes))
+  return [
+      its if way is None else tuple(next(padded) for _ in its)
+      for its, way in zip(operands, ways, strict=True)
+  ]
 
 
 def mend_stride(x: jax.Array, dtype) -> jax.Array:
@@ -331,21 +364,22 @@ def prepare(
   lhs_k_major, rhs_k_major = (
       layout == "k-major" for layout in (problem.lhs_layout, problem.rhs_layout)
   )
-  arrays, found = [], []
+  arrays, pad_for, found = [], [], []
+  dtypes = problem.dtype, problem.rhs_dtype
   lhs_way, rhs_way = ways(problem)
   lhs_facts = tuple(lhs), lhs_k_major, config.tile_m, problem.m, problem.lhs_batched
   rhs_facts = tuple(rhs), rhs_k_major, config.tile_n, problem.n, problem.rhs_batched
   for is_lhs, dtype, its_way, (its, k_major, tile_mn, mn, batched) in (
-      (True, problem.dtype, lhs_way, lhs_facts),
-      (False, problem.rhs_dtype, rhs_way, rhs_facts),
+      (True, dtypes[0], lhs_way, lhs_facts), (False, dtypes[1], rhs_way, rhs_facts),
   ):
+    pad_for.append(None)
     if by_registers and not emulated:
       its_way = "loads"
     elif needs_padding(*its[0].shape[1:], dtype, its_way):
       if takes_loads(problem, config) and not emulated:
         its_way = "loads"
       else:
-        its = tuple(pad_for_tma(x, dtype, its_way) for x in its)
+        pad_for[-1] = its_way
     arrays.append(its)
     counts = len(its), 1, False
     if problem.epilogue.gated and not is_lhs:
@@ -356,7 +390,7 @@ def prepare(
             problem.k, its_way, emulated, *counts,
         )
     )
-  return Prepared(*arrays, *found)
+  return Prepared(*_pad_all(arrays, dtypes, pad_for, emulated=emulated), *found)
 
 
 def multiply(

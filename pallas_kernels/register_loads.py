@@ -167,7 +167,7 @@ class _Tile:
     elif loads.has_edge:
       col = arith.minsi(col, i32(loads.cols - 1))
     address = self._address(row, col)
-    shift = _Shift(address)
+    shift = Shift(address)
     first = arith.andi(address, const64(-16))
     # Where nothing is shifted, the next piece may lie beyond the array.
     apart = arith.select(shift.is_zero, const64(0), const64(16))
@@ -183,13 +183,13 @@ class _Tile:
         inside = _less(arith.addi(self._col, i32(block_col)), loads.cols)
         by_cols = arith.select(inside, by_cols, const64(0))
       piece = arith.addi(first, arith.addi(by_rows, by_cols))
-      words = _load_16_bytes(piece)
+      words = load_16_bytes(piece)
       if loads.aligned:
         return lambda: words
       following = arith.addi(piece, apart)
       if loads.has_edge and not loads.k_major:  # The end of a row: perhaps the last.
         following = arith.minsi(following, last)
-      words += _load_16_bytes(following)
+      words += load_16_bytes(following)
       return lambda: shift.of(words)
 
     return read
@@ -198,7 +198,7 @@ class _Tile:
     """Reads the chunk of a block: zeros for all that lies beyond the array."""
     loads = self.loads
     address = self._address(self._row, self._col)
-    shift = _Shift(address)
+    shift = Shift(address)
     first = arith.andi(address, const64(-16))
 
     def read(block_row: int, block_col: int):
@@ -213,11 +213,11 @@ class _Tile:
       piece = arith.addi(
           first, const64(2 * (block_row * loads.cols + block_col))
       )
-      words = _load_16_bytes(piece, some)
+      words = load_16_bytes(piece, some)
       if loads.aligned:
         return lambda: words
-      words += _load_16_bytes(arith.addi(piece, const64(16)), more)
-      return lambda: _masked(shift.of(words), valid)
+      words += load_16_bytes(arith.addi(piece, const64(16)), more)
+      return lambda: only_first(shift.of(words), valid)
 
     return read
 
@@ -265,7 +265,7 @@ def load(
   run(*refs, *places)
 
 
-class _Shift:
+class Shift:
   """What lies at an address, out of the two aligned pieces of 16 bytes around it."""
 
   def __init__(self, address):
@@ -288,7 +288,7 @@ class _Shift:
     return [_funnel_shift(low, high, self._bits) for low, high in pairs]
 
 
-def _masked(words: list[ir.Value], valid) -> list[ir.Value]:
+def only_first(words: list[ir.Value], valid) -> list[ir.Value]:
   """The first `valid` elements, then zeros."""
   found = []
   for i, word in enumerate(words):
@@ -298,7 +298,7 @@ def _masked(words: list[ir.Value], valid) -> list[ir.Value]:
   return found
 
 
-def _load_16_bytes(address, predicate=None) -> list[ir.Value]:
+def load_16_bytes(address, predicate=None) -> list[ir.Value]:
   """Four words from an aligned address, zeros where `predicate` is false."""
   if predicate is None:
     words = mgpu.utils.inline_ptx(

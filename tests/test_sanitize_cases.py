@@ -31,7 +31,12 @@ def test_every_kernel_has_cases():
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in CASES if "registers" in name or name == "direct odd"]
+    "name",
+    [
+        name for name in CASES
+        if "registers" in name
+        or name in ("direct odd", "blocked odd", "persistent padded")
+    ],
 )
 def test_register_loads_end_with_their_arrays(name):
   """Though their rows begin anywhere; else initcheck reports what lies behind."""

@@ -1,0 +1,120 @@
+"""Operands padded: copies whose rows begin where TMA wants them, in one launch.
+
+TMA wants rows that begin a multiple of 16 bytes apart. What has an odd number of columns
+is copied first, into longer rows, with zeros behind. XLA does that element by element,
+in a kernel for each operand. Here each thread writes aligned pieces of 16 bytes, which
+lie in two aligned pieces of the source; it loads both and shifts them together, as
+`register_loads` does. All its loads are under way before the first store.
+
+Source: `register_loads`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import math
+
+import jax
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, scf
+
+from pallas_kernels.integers import const64, i32, i32_type, i64, i64_address
+from pallas_kernels.register_loads import (
+  CHUNK,
+  WG_THREADS,
+  Shift,
+  load_16_bytes,
+  only_first,
+)
+
+NAME = "pads"
+AT_ONCE = 4  # Pieces of a thread.
+_SCALAR = plgpu.Layout.WG_SPLAT(())
+
+
+def pad(
+    arrays: Sequence[jax.Array], shapes: Sequence[tuple[int, int, int]]
+) -> list[jax.Array]:
+  """Returns arrays [batch, rows, cols] of 16-bit elements as arrays of larger shapes.
+
+  What is new is zeros, at the end of each dimension but the first, which stays as it is.
+  The new columns are a multiple of 8.
+  """
+  outs = [
+      jax.ShapeDtypeStruct(shape, x.dtype)
+      for x, shape in zip(arrays, shapes, strict=True)
+  ]
+  # CTAs of each array.
+  counts = [-(-math.prod(shape) // (CHUNK * WG_THREADS * AT_ONCE)) for shape in shapes]
+
+  def body(*refs):
+    @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), _SCALAR))
+    def run(_, *args):
+      *refs, cta = args
+      cta, begin = cta.registers.item(), 0
+      for source, target, count in zip(
+          refs[: len(arrays)], refs[len(arrays) :], counts, strict=True
+      ):
+        own = arith.subi(cta, i32(begin))
+        # As unsigned numbers, those of the arrays before are large.
+        branch = scf.IfOp(arith.cmpi(arith.CmpIPredicate.ult, own, i32(count)))
+        with ir.InsertionPoint(branch.then_block):
+          _copy(source, target, own)
+          scf.yield_([])
+        begin += count
+
+    run(*refs, jnp.int32(lax.axis_index("cta")))
+
+  return plgpu.kernel(
+      body, out_type=outs, grid=(sum(counts),), grid_names=("cta",), num_threads=1,
+      thread_name="wg", kernel_name=f"jaxgemm_{NAME}",
+  )(*arrays)
+
+
+def _copy(source, target, cta) -> None:
+  """Writes the pieces of a CTA, the `cta`-th of the array."""
+  _, rows, cols = ir.MemRefType(source.type).shape
+  batch, out_rows, out_cols = ir.MemRefType(target.type).shape
+  per_row = out_cols // CHUNK
+  source, target = (i64_address(mgpu.utils.memref_ptr(x)) for x in (source, target))
+  thread = arith.remui(mgpu.utils.thread_idx(), i32(WG_THREADS))
+  first = arith.addi(arith.muli(cta, i32(WG_THREADS * AT_ONCE)), thread)
+  stores = []
+  for i in range(AT_ONCE):
+    piece = arith.addi(first, i32(i * WG_THREADS))
+    out_row = arith.divui(piece, i32(per_row))
+    col = arith.muli(arith.subi(piece, arith.muli(out_row, i32(per_row))), i32(CHUNK))
+    index = arith.divui(out_row, i32(out_rows))
+    row = arith.subi(out_row, arith.muli(index, i32(out_rows)))
+    exists = _less(piece, batch * out_rows * per_row)
+    valid = arith.minsi(arith.subi(i32(cols), col), i32(CHUNK))
+    inside = arith.andi(exists, _less(row, rows))
+    valid = arith.select(inside, arith.maxsi(valid, i32(0)), i32(0))
+    row = arith.addi(arith.muli(i64(index), const64(rows)), i64(row))
+    element = arith.addi(arith.muli(row, const64(cols)), i64(col))
+    address = arith.addi(source, arith.shli(element, const64(1)))
+    shift = Shift(address)
+    begin = arith.andi(address, const64(-16))
+    end = arith.addi(shift.num_bytes, arith.muli(valid, i32(2)))
+    words = load_16_bytes(begin, arith.cmpi(arith.CmpIPredicate.sgt, valid, i32(0)))
+    words += load_16_bytes(
+        arith.addi(begin, const64(16)),
+        arith.cmpi(arith.CmpIPredicate.sgt, end, i32(16)),
+    )
+    out = arith.addi(target, arith.shli(i64(piece), const64(4)))
+    stores.append((out, shift, words, valid, exists))
+  for out, shift, words, valid, exists in stores:
+    mgpu.utils.inline_ptx(
+        "{ .reg .pred p; setp.ne.b32 p, $5, 0;"
+        " @p st.global.v4.b32 [$0], {$1, $2, $3, $4}; }",
+        out, *only_first(shift.of(words), valid), arith.extui(i32_type(), exists),
+        has_side_effects=True,
+    )
+
+
+def _less(value, limit: int):
+  return arith.cmpi(arith.CmpIPredicate.slt, value, i32(limit))
