@@ -248,7 +248,8 @@ def _specialised(
     yield from _with_loads(problem, "persistent", config)
   if wg_dim == "m":  # The others have been seen never to win where k is split.
     waves = 2 if parts.is_split(problem) else 1
-    for splits, cluster_k in _splits(device, num_tiles, k_steps, waves):
+    balances = fields.get("split_lhs", False)  # Whose tiles take long.
+    for splits, cluster_k in _splits(device, num_tiles, k_steps, waves, balances):
       # To transpose partial sums may take longer than all else, and gained at most 4%.
       turned = swap and splits > cluster_k and not parts.is_split(problem)
       if num_tiles * splits >= enough and not turned:
@@ -347,16 +348,28 @@ def _wasteful(problem: Problem, tile_m: int, tile_n: int) -> bool:
 
 
 def _splits(
-    device: Device, num_tiles: int, k_steps: int, waves: int
+    device: Device, num_tiles: int, k_steps: int, waves: int, balances: bool
 ) -> list[tuple[int, int]]:
-  """(splits, cluster_k) that fill the SMs once, as far as they can, or several times.
+  """(splits, cluster_k) that fill the SMs once, as far as they can, or `waves` times.
 
-  Shorter sums of parts are more exact.
+  Shorter sums of parts are more exact. With `balances` also the fewest splits that
+  share out the work more evenly than tiles of the whole k do.
   """
   found = [
       (_even(k_steps, most), 1) for each in range(1, waves + 1)
       if (most := min(each * device.num_sms // num_tiles, k_steps // 2)) > 1
   ]
+  if balances:
+    steps = {  # Of the busiest SM.
+        splits: tiles.cdiv(num_tiles * splits, device.num_sms)
+        * tiles.cdiv(k_steps, splits)
+        for splits in range(1, min(MAX_CTAS, k_steps // 2) + 1)
+    }
+    least = min(steps.values(), default=0)
+    found += [
+        (splits, 1) for splits in steps
+        if splits > 1 and steps[splits] <= min(1.03 * least, 0.9 * steps[1])
+    ][:1]
   most = min(device.num_sms // num_tiles, k_steps // 2)
   fit = [
       size for size in range(2, min(most, MAX_CTAS) + 1)
