@@ -156,7 +156,9 @@ def sum_of_groups(
     def add(k_tile, sums):
       def run(acc):
         multiply((acc, *accs), (largest, *smaller), k_tile, len(smaller))
-        return lax.optimization_barrier(acc[...])
+        # acc[...] would wait for the smaller products, too.
+        found = plgpu.wgmma_accumulator_load(acc, wait_n=None)
+        return lax.optimization_barrier(found)
 
       found = pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
       return two_sum(*sums, found) if exact else (sums[0] + found,)

@@ -85,10 +85,12 @@ def scratch(num_consumers: int) -> dict[str, Any]:
 
 def load(lhs: operand_tiles.Operand, refs, slot, start, *, wg, turn) -> list:
   """The parts of 64 rows of a slot from `start` on, as wgmma takes them."""
+  # wgmma in flight may still read the registers of the last parts.
+  plgpu.wgmma_wait(0)
   rows = plgpu.load(
       lhs.view(refs["lhs_slots"], slot, start, ROWS), layout=plgpu.Layout.WGMMA
   )
-  found = parts.split_registers(rows)
+  found = parts.split_registers(lax.optimization_barrier(rows))
   if not lhs.emulated:
     return list(found)
   for i, part in enumerate(found):
