@@ -205,9 +205,13 @@ def overlaps(problem: Problem, config: PersistentConfig) -> bool:
   split = parts.of(problem, config)
   if split is None:
     return False
-  if config.split_lhs:
+  if config.split_lhs or not config.promote:
     return True
-  return not config.promote or (split.scaled and accumulate.fits(3, wg_tile(config)))
+  if split.scaled:
+    return accumulate.fits(3, wg_tile(config))
+  # Sums that keep what rounding takes away, but for a tile's own: see `accumulate`.
+  sums = len(split.groups) + 2
+  return accumulate.fits(sums, wg_tile(config), registers(config))
 
 
 def num_teams(config: PersistentConfig) -> int:
