@@ -138,8 +138,7 @@ def sum_of_groups(
 
   Those are summed up in accumulators of their own until the end, the products of high
   high too, unless `promote` has them added to an ordinary sum after each k tile. That
-  keeps its rounding errors if `registers` of a thread hold them. (With `promote` they
-  do not go on yet: `acc[...]`, which reads an accumulator, waits for all of them.)
+  keeps its rounding errors if `registers` of a thread hold them.
 
   `multiply(accs, groups, k_tile, in_flight)` adds the products of groups to wgmma
   accumulators, and waits for all but those of the last `in_flight`; `finish` waits for
