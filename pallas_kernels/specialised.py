@@ -205,13 +205,9 @@ def overlaps(problem: Problem, config: PersistentConfig) -> bool:
   split = parts.of(problem, config)
   if split is None:
     return False
-  if config.split_lhs or not config.promote:
+  if config.split_lhs:
     return True
-  if split.scaled:
-    return accumulate.fits(3, wg_tile(config))
-  # Sums that keep what rounding takes away, but for a tile's own: see `accumulate`.
-  sums = len(split.groups) + 2
-  return accumulate.fits(sums, wg_tile(config), registers(config))
+  return not config.promote or (split.scaled and accumulate.fits(3, wg_tile(config)))
 
 
 def num_teams(config: PersistentConfig) -> int:
