@@ -243,7 +243,7 @@ def _specialised(
   enough = device.num_sms // 4 if tile_m * tile_n > smallest else 1
   turns = wg_dim != "tile" or num_tiles > device.num_sms
   if turns and num_tiles >= enough:
-    promote = promotion(problem, k_steps)
+    promote = promotion(problem, k_steps, **fields)
     config = _staged(like, shape, promote, **fields)
     yield from _with_loads(problem, "persistent", config)
   if wg_dim == "m":  # The others have been seen never to win where k is split.
@@ -253,7 +253,7 @@ def _specialised(
       # To transpose partial sums may take longer than all else, and gained at most 4%.
       turned = swap and splits > cluster_k and not parts.is_split(problem)
       if num_tiles * splits >= enough and not turned:
-        fewer = promotion(problem, tiles.cdiv(k_steps, splits))
+        fewer = promotion(problem, tiles.cdiv(k_steps, splits), **fields)
         config = _staged(like, shape, fewer, splits, cluster_k, **fields)
         yield from _with_loads(problem, "split_k", config)
 
@@ -388,15 +388,20 @@ def _even(k_steps: int, most: int) -> int:
   return tiles.cdiv(k_steps, tiles.cdiv(k_steps, most))
 
 
-def promotion(problem: Problem, k_steps: int) -> int:
+def promotion(
+    problem: Problem, k_steps: int, *, split_lhs: bool = False, **_: bool
+) -> int:
   """The `promote` that keeps a sum of `k_steps` k tiles as exact as its result.
+
+  The other fields are those of a config that say how operands are split.
 
   Only a float32 result of 16-bit operands shows the tensor cores' truncation. A
   quarter of a short sum, or four tiles of a long one, truncate less than the
   float32 sum around them rounds.
   """
   if parts.is_split(problem):
-    return int(problem.algorithm != "bf16_x3" or k_steps > _MOST_TRUNCATED)
+    promotes = problem.algorithm != "bf16_x3" or k_steps > _MOST_TRUNCATED
+    return int(promotes) * (2 if split_lhs else 1)  # 64 of k.
   if problem.epilogue.scaling == "blocks":
     return 1
   if problem.out_dtype != "float32" or problem.dtype == "float32":

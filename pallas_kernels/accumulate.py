@@ -132,12 +132,12 @@ def sum_of_parts(
 
 def sum_of_groups(
     multiply: Callable[..., None], finish: Callable[[], None], *, shape: tuple[int, int],
-    k_steps: int, of: parts.Parts, promote: bool, lost: float, registers: int,
+    k_steps: int, of: parts.Parts, promote: int, lost: float, registers: int,
 ):
   """The same, while the tensor cores go on with the smaller products.
 
   Those are summed up in accumulators of their own until the end, the products of high
-  high too, unless `promote` has them added to an ordinary sum after each k tile. That
+  high too, unless they are added to an ordinary sum after every `promote` k tiles. That
   keeps its rounding errors if `registers` of a thread hold them.
 
   `multiply(accs, groups, k_tile, in_flight)` adds the products of groups to wgmma
@@ -152,9 +152,12 @@ def sum_of_groups(
     return [acc * jnp.float32(g.scale) for acc, g in zip(accs, smaller, strict=True)]
 
   def apart(*accs):
-    def add(k_tile, sums):
+    def add(sums, first, count):
       def run(acc):
-        multiply((acc, *accs), (largest, *smaller), k_tile, len(smaller))
+        for i in range(count):
+          last = i == count - 1
+          in_flight = len(smaller) if last else len(of.groups)
+          multiply((acc, *accs), (largest, *smaller), first + i, in_flight)
         # acc[...] would wait for the smaller products, too.
         found = plgpu.wgmma_accumulator_load(acc, wait_n=None)
         return lax.optimization_barrier(found)
@@ -162,8 +165,13 @@ def sum_of_groups(
       found = pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
       return two_sum(*sums, found) if exact else (sums[0] + found,)
 
-    start = (zeros(shape),) * (2 if exact else 1)
-    sums = lax.fori_loop(jnp.int32(0), jnp.int32(k_steps), add, start)
+    rounds, rest = divmod(k_steps, promote)
+    sums = lax.fori_loop(
+        jnp.int32(0), jnp.int32(rounds), lambda i, sums: add(sums, i * promote, promote),
+        (zeros(shape),) * (2 if exact else 1),
+    )
+    if rest:
+      sums = add(sums, jnp.int32(rounds * promote), rest)
     finish()
     (total, *rest), others = lax.optimization_barrier((sums, [acc[...] for acc in accs]))
     return total, scaled(others) + rest + [_given_back(total, lost)]

@@ -169,9 +169,9 @@ def run(
   stored_shape = wg_tile_shape[0], specialised.stored_cols(call.result, config)
   ring, epilogue = make_ring(call.prepared, config, k_steps), call.epilogue
   split = parts.of(call.result, config)
-  lost = 0.0  # To truncation, of the sum of a k tile; the emulator rounds.
+  lost = 0.0  # To truncation, of the sum between promotions; the emulator rounds.
   if split is not None and not ring.lhs.emulated:
-    lost = split.lost * config.tile_k / 64
+    lost = split.lost * config.tile_k * max(config.promote, 1) / 64
   in_blocks = call.result.epilogue.scaling == "blocks"
   teams = specialised.num_teams(config)
   grid = ClusterGrid.of(problem, config, num_sms=num_sms, copies=copies, rounds=rounds)
@@ -243,7 +243,7 @@ def run(
         elif specialised.overlaps(call.result, config):
           acc = accumulate.sum_of_groups(
               multiply_groups, finish, shape=wg_tile_shape, k_steps=k_steps, of=split,
-              promote=config.promote > 0, lost=lost,
+              promote=config.promote, lost=lost,
               registers=specialised.registers(config),
           )
         else:
