@@ -69,12 +69,12 @@ class Model:
   single: float = 0.945  # Of the tensor cores' time, one warpgroup at a time.
   wide: float = 1.09  # The same, two wgmma a k tile: one holds 256 columns at most.
   narrow: float = 83.6  # Columns of a wgmma that takes no less time with fewer.
-  narrow_split: float = 50.0  # The same, where it takes lhs from registers.
   chunks: float = 0.834  # The same, wgmma of 64 columns, as rhs comes in chunks.
   promotion: float = 0.0181  # Of the sums, once.
-  lhs_split: float = 0.285  # Of 32 of k and 64 columns in registers, by one consumer.
-  lhs_split_two: float = 0.37  # The same, by two at once.
-  lhs_split_three: float = 0.30
+  lhs_split: float = 0.41  # Of 32 of k in registers, by one consumer.
+  lhs_split_two: float = 0.60  # The same, by two at once.
+  lhs_split_three: float = 0.70
+  beside: float = 1.8  # Power of the mean of that and its wgmma: partly at once.
   exchange_rate: float = 11e3  # Through distributed shared memory.
   k_cluster: float = 1.09  # Of k tiles, where a cluster shares out k.
   energy: float = 1.18  # Of an operation, at the highest clocks: 1 is what power allows.
@@ -200,7 +200,7 @@ def estimate(
     main += model.roles + model.team * (config.consumers - 1)
   if cluster > 1:
     main += model.cluster * cluster
-  needed = (*splitting, *needed)
+  needed = splitting if split else needed
   extra = _extra(problem, needed, sums, model)
   if split and split.scaled:
     extra += model.guard
@@ -246,7 +246,7 @@ def _busy(
   in_turn = has_roles and config.wg_dim == "tile"
   cluster_k = getattr(config, "cluster_k", 1)
   rate = device.tflops(problem.dtype) * 1e6 / device.num_sms  # FLOP/us
-  tile_n = max(config.tile_n, model.narrow_split if splits_lhs else model.narrow)
+  tile_n = config.tile_n if splits_lhs else max(config.tile_n, model.narrow)
   matrix = 2 * config.tile_m * tile_n * config.tile_k / rate
   if has_roles and (in_turn or config.consumers == 1):
     matrix *= model.single
@@ -265,8 +265,8 @@ def _busy(
   promotion = model.promotion / config.promote if promotes else 0.0
   if splits_lhs:
     of_slot = (model.lhs_split, model.lhs_split_two, model.lhs_split_three)
-    promotion = of_slot[config.consumers - 1] / steps_of_slot - bookkeeping
-    promotion *= min(config.tile_n / 64, 1.0)
+    both = matrix, of_slot[config.consumers - 1] / steps_of_slot
+    promotion = soft_max(*both, model.beside) - matrix - bookkeeping
 
   # The epilogue of a tile. CTAs that share an SM store while others multiply, unless
   # the stores are masked: those occupy the SM's own pipes.

@@ -40,8 +40,9 @@ def splitting(
 ) -> tuple[Pass, ...]:
   """The passes that make the parts: each reads 4 bytes an element, and writes 2 a part.
 
-  Where the parts are scaled, one more reads the operand first. Of lhs that is split in
-  registers there are none, but the product of swapped operands is transposed in one.
+  They pad as well. Where the parts are scaled, one more reads the operand first. lhs that
+  is split in registers is only padded, if at all, but the product of swapped operands is
+  transposed.
   """
   moved = 4 * (1 + split.scaled) + 2 * split.count  # cost_model takes it twice.
   lhs, rhs = (
@@ -51,8 +52,13 @@ def splitting(
   if not split.lhs_in_registers:
     return lhs, rhs
   found = [lhs if config.swap else rhs]
-  if specialised.multiplied(problem, config).rhs_layout == "n-major":
+  product = specialised.multiplied(problem, config)
+  if product.rhs_layout == "n-major":
     found.append(("transposing", *found[0][1:]))
+  way = "flat" if product.lhs_layout == "k-major" else "tiled"
+  if operand_tiles.needs_padding(*product.lhs_shape[1:], "float32", way):
+    operand = "rhs" if config.swap else "lhs"
+    found.append(("padding", operand, 4 * math.prod(product.lhs_shape)))
   if config.swap and min(problem.m, problem.n) > 1:
     stored = problem.batch * problem.m * problem.n * problem.out_itemsize
     found.append(("transposing", "the result", stored))

@@ -57,8 +57,10 @@ def prepare(
   """lhs as it is, but for its stride; the parts of rhs, k-major."""
   k_major = problem.lhs_layout == "k-major"
   way = "flat" if k_major else "tiled"
-  if operand_tiles.needs_padding(*lhs.shape[1:], jnp.float32, way):
-    lhs = operand_tiles.pad_for_tma(lhs, jnp.float32, way)
+  needed = operand_tiles.needs_padding(*lhs.shape[1:], jnp.float32, way)
+  [(lhs,)] = operand_tiles.pad_all(
+      [(lhs,)], ["float32"], [way if needed else None], by_kernel=not emulated
+  )
   if problem.rhs_layout != "k-major":
     rhs = lax.transpose(rhs, (0, 2, 1))
   split = parts.split(operand_tiles.mend_stride(rhs, jnp.bfloat16), 3)

@@ -277,13 +277,14 @@ def pad_for_tma(x: jax.Array, dtype, way: str) -> jax.Array:
   return lax.pad(x, jnp.zeros((), x.dtype), widths)
 
 
-def _pad_all(
+def pad_all(
     operands: list[tuple[jax.Array, ...]], dtypes: Sequence[str],
-    ways: Sequence[str | None], *, emulated: bool,
+    ways: Sequence[str | None], *, by_kernel: bool,
 ) -> list[tuple[jax.Array, ...]]:
   """The operands, of the arrays of which those with a way are padded for it.
 
-  By one kernel of ours on the chip, where elements have 16 bits.
+  By one kernel of ours, which a chip must run, and which takes no elements of 8 bits;
+  or by XLA, in the pass that makes the arrays, if one does.
   """
   arrays, shapes = [], []
   for its, dtype, way in zip(operands, dtypes, ways, strict=True):
@@ -292,7 +293,7 @@ def _pad_all(
       shapes += [padded_shape(x.shape, dtype, way) for x in its]
   if not arrays:
     return operands
-  if emulated or any(x.dtype.itemsize != 2 for x in arrays):
+  if not by_kernel or any(x.dtype.itemsize == 1 for x in arrays):
     return [
         its if way is None else tuple(pad_for_tma(x, dtype, way) for x in its)
         for its, dtype, way in zip(operands, dtypes, ways, strict=True)
@@ -390,7 +391,8 @@ def prepare(
             problem.k, its_way, emulated, *counts,
         )
     )
-  return Prepared(*_pad_all(arrays, dtypes, pad_for, emulated=emulated), *found)
+  by_kernel = not emulated and problem.dtype != "float32"  # Those are rounded anyway.
+  return Prepared(*pad_all(arrays, dtypes, pad_for, by_kernel=by_kernel), *found)
 
 
 def multiply(

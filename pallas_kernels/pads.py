@@ -39,31 +39,35 @@ _SCALAR = plgpu.Layout.WG_SPLAT(())
 def pad(
     arrays: Sequence[jax.Array], shapes: Sequence[tuple[int, int, int]]
 ) -> list[jax.Array]:
-  """Returns arrays [batch, rows, cols] of 16-bit elements as arrays of larger shapes.
+  """Returns arrays [batch, rows, cols], of 16 or 32 bits, as arrays of larger shapes.
 
   What is new is zeros, at the end of each dimension but the first, which stays as it is.
-  The new columns are a multiple of 8.
+  New rows are a multiple of 16 bytes.
   """
   outs = [
       jax.ShapeDtypeStruct(shape, x.dtype)
       for x, shape in zip(arrays, shapes, strict=True)
   ]
-  # CTAs of each array.
-  counts = [-(-math.prod(shape) // (CHUNK * WG_THREADS * AT_ONCE)) for shape in shapes]
+  units = [x.dtype.itemsize // 2 for x in arrays]  # Of an element, each 16 bits.
+  of_cta = CHUNK * WG_THREADS * AT_ONCE
+  counts = [  # CTAs of each array.
+      -(-math.prod(shape) * its // of_cta)
+      for shape, its in zip(shapes, units, strict=True)
+  ]
 
   def body(*refs):
     @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), _SCALAR))
     def run(_, *args):
       *refs, cta = args
       cta, begin = cta.registers.item(), 0
-      for source, target, count in zip(
-          refs[: len(arrays)], refs[len(arrays) :], counts, strict=True
+      for source, target, its, count in zip(
+          refs[: len(arrays)], refs[len(arrays) :], units, counts, strict=True
       ):
         own = arith.subi(cta, i32(begin))
         # As unsigned numbers, those of the arrays before are large.
         branch = scf.IfOp(arith.cmpi(arith.CmpIPredicate.ult, own, i32(count)))
         with ir.InsertionPoint(branch.then_block):
-          _copy(source, target, own)
+          _copy(source, target, its, own)
           scf.yield_([])
         begin += count
 
@@ -75,10 +79,11 @@ def pad(
   )(*arrays)
 
 
-def _copy(source, target, cta) -> None:
-  """Writes the pieces of a CTA, the `cta`-th of the array."""
+def _copy(source, target, units: int, cta) -> None:
+  """Writes the pieces of a CTA, the `cta`-th of an array of so many units an element."""
   _, rows, cols = ir.MemRefType(source.type).shape
   batch, out_rows, out_cols = ir.MemRefType(target.type).shape
+  cols, out_cols = cols * units, out_cols * units
   per_row = out_cols // CHUNK
   source, target = (i64_address(mgpu.utils.memref_ptr(x)) for x in (source, target))
   thread = arith.remui(mgpu.utils.thread_idx(), i32(WG_THREADS))

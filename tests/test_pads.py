@@ -40,17 +40,18 @@ def test_shapes(operands):
     assert rows <= shape[1] < rows + 8 and cols <= shape[2] < cols + 64
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("operands", OPERANDS, ids=str)
-def test_one_kernel_pads_all(operands):
-  types = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape, _ in operands]
-  shapes = [operand_tiles.padded_shape(x, "bfloat16", way) for x, way in operands]
+def test_one_kernel_pads_all(operands, dtype):
+  types = [jax.ShapeDtypeStruct(shape, dtype) for shape, _ in operands]
+  shapes = [operand_tiles.padded_shape(x, dtype, way) for x, way in operands]
   pad = jax.jit(lambda *x: pads.pad(x, shapes))
   text = jax.export.export(pad, platforms=["cuda"])(*types).mlir_module()
   assert text.count("custom_call @mosaic_gpu") == 1
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("operands", OPERANDS, ids=str)
 def test_gpu_same_bits_as_xla(operands, dtype):
   arrays = _operands([shape for shape, _ in operands], dtype)
@@ -58,7 +59,8 @@ def test_gpu_same_bits_as_xla(operands, dtype):
   found = jax.jit(lambda *x: pads.pad(x, shapes))(*arrays)
   for x, (_, way), out in zip(arrays, operands, found, strict=True):
     wanted = operand_tiles.pad_for_tma(x, dtype, way)
-    np.testing.assert_array_equal(*(np.asarray(y).view("int16") for y in (out, wanted)))
+    bits = (np.asarray(y).view(f"int{8 * x.dtype.itemsize}") for y in (out, wanted))
+    np.testing.assert_array_equal(*bits)
 
 
 @pytest.mark.gpu
