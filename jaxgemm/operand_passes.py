@@ -54,7 +54,7 @@ def splitting(
   found = [lhs if config.swap else rhs]
   product = specialised.multiplied(problem, config)
   if product.rhs_layout == "n-major":
-    found.append(("transposing", *found[0][1:]))
+    found.append(("transposing", found[0][1], 4 * math.prod(product.rhs_shape)))
   way = "flat" if product.lhs_layout == "k-major" else "tiled"
   if operand_tiles.needs_padding(*product.lhs_shape[1:], "float32", way):
     operand = "rhs" if config.swap else "lhs"

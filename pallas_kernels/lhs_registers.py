@@ -62,7 +62,8 @@ def prepare(
       [(lhs,)], ["float32"], [way if needed else None], by_kernel=not emulated
   )
   if problem.rhs_layout != "k-major":
-    rhs = lax.transpose(rhs, (0, 2, 1))
+    # In a pass of its own: XLA's fusion with the split read and wrote rhs three times.
+    rhs = lax.optimization_barrier(lax.transpose(rhs, (0, 2, 1)))
   split = parts.split(operand_tiles.mend_stride(rhs, jnp.bfloat16), 3)
   several = problem.batch > 1
   return operand_tiles.Prepared(
