@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 
-from pallas_kernels import operand_tiles, parts, specialised, tiles
+from pallas_kernels import lhs_registers, operand_tiles, parts, specialised, tiles
 from pallas_kernels.problem import Config, PersistentConfig, Problem
 
 # What is done to an operand before the kernel, to which, and the bytes of that one.
@@ -53,7 +53,8 @@ def splitting(
     return lhs, rhs
   found = [lhs if config.swap else rhs]
   product = specialised.multiplied(problem, config)
-  if product.rhs_layout == "n-major":
+  n_major = product.rhs_layout == "n-major"
+  if n_major and not lhs_registers.takes_n_major(config):
     found.append(("transposing", found[0][1], 4 * math.prod(product.rhs_shape)))
   way = "flat" if product.lhs_layout == "k-major" else "tiled"
   if operand_tiles.needs_padding(*product.lhs_shape[1:], "float32", way):

@@ -45,6 +45,11 @@ def check(config: PersistentConfig, registers: int) -> str | None:
   return None
 
 
+def takes_n_major(config: PersistentConfig) -> bool:
+  """Whether the tiles of an n-major rhs can be multiplied: of 128 bytes of columns."""
+  return config.tile_n == tiles.swizzle_elems(jnp.bfloat16)
+
+
 def slot_bytes(config: PersistentConfig) -> int:
   """Shared memory of one slot of the ring."""
   return TILE_K * (4 * config.tile_m + 3 * 2 * config.tile_n)
@@ -54,17 +59,23 @@ def prepare(
     lhs: jax.Array, rhs: jax.Array, problem: Problem, config: PersistentConfig, *,
     emulated: bool,
 ) -> operand_tiles.Prepared:
-  """lhs as it is, but for its stride; the parts of rhs, k-major."""
+  """lhs as it is, but for its stride; the parts of rhs, as it is stored if that goes."""
   k_major = problem.lhs_layout == "k-major"
   way = "flat" if k_major else "tiled"
   needed = operand_tiles.needs_padding(*lhs.shape[1:], jnp.float32, way)
   [(lhs,)] = operand_tiles.pad_all(
       [(lhs,)], ["float32"], [way if needed else None], by_kernel=not emulated
   )
-  if problem.rhs_layout != "k-major":
+  rhs_k_major = problem.rhs_layout == "k-major"
+  if not rhs_k_major and not takes_n_major(config):
     # In a pass of its own: XLA's fusion with the split read and wrote rhs three times.
     rhs = lax.optimization_barrier(lax.transpose(rhs, (0, 2, 1)))
-  split = parts.split(operand_tiles.mend_stride(rhs, jnp.bfloat16), 3)
+    rhs_k_major = True
+  rhs_way = "flat" if rhs_k_major else "tiled"
+  if operand_tiles.needs_padding(*rhs.shape[1:], jnp.bfloat16, rhs_way):
+    # Before it is split, so that one pass does both.
+    rhs = operand_tiles.pad_for_tma(rhs, jnp.bfloat16, rhs_way)
+  split = parts.split(rhs, 3)
   several = problem.batch > 1
   return operand_tiles.Prepared(
       (lhs,), split,
@@ -73,8 +84,8 @@ def prepare(
           several and problem.lhs_batched, problem.m, problem.k, way, emulated,
       ),
       operand_tiles.Operand(
-          False, True, config.tile_n, TILE_K, "bfloat16",
-          several and problem.rhs_batched, problem.n, problem.k, "flat", emulated, 3,
+          False, rhs_k_major, config.tile_n, TILE_K, "bfloat16",
+          several and problem.rhs_batched, problem.n, problem.k, rhs_way, emulated, 3,
       ),
   )
 

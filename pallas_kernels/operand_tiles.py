@@ -73,10 +73,11 @@ class Operand:
 
   @property
   def swizzle(self) -> int:
-    """Bytes of a row of the shared-memory tile: of k, where that is contiguous."""
-    if self.k_major:
-      return self.tile_k * jnp.dtype(self.dtype).itemsize
-    return tiles.SWIZZLE_BYTES
+    """Bytes of a row of the shared-memory tile: those of k, however it is stored.
+
+    Mosaic has wgmma read as many elements of k as a row has, where mn is contiguous, too.
+    """
+    return self.tile_k * jnp.dtype(self.dtype).itemsize
 
   @property
   def num_copies(self) -> int:

@@ -381,10 +381,15 @@ def test_float16_parts_of_odd_sizes_and_batches():
     ids=str,
 )
 def test_lhs_split_in_registers(kernel, fields, layouts, draw):
-  fields = fields | dict(tile_k=32, tile_n=48, num_stages=4, promote=1, split_lhs=True)
-  for size, swap in (((2048, 40, 4096), False), ((7, 1001, 1024), True)):
+  fields = fields | dict(tile_k=32, num_stages=4, split_lhs=True)
+  for size, swap, tile_n, promote in (
+      ((2048, 40, 4096), False, 48, 1), ((7, 1001, 1024), True, 48, 2),
+      ((1000, 136, 2048), False, 64, 2),
+  ):
     problem, operands, truth, theirs = _exact_operands(size, layouts, draw)
-    config = small_config(kernel, **fields, swap=swap)
+    config = small_config(
+        kernel, **fields, swap=swap, tile_n=tile_n, promote=promote
+    )
     _is_as_exact(launch(kernel, problem, config, operands), truth, theirs)
 
 

@@ -49,6 +49,21 @@ def test_swapped(layouts):
   check("persistent", problem_of(5, 268, 132, layouts), config)
 
 
+@pytest.mark.parametrize(
+    ("cols", "fields"),
+    [
+        (64, {}),
+        pytest.param(40, dict(cluster_m=2), marks=pytest.mark.slow),
+        pytest.param(136, {}, marks=pytest.mark.slow),
+        pytest.param(197, dict(tile_m=192, consumers=3), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_n_major_rhs_as_it_is(cols, fields):
+  config = config_of("persistent", tile_n=64, **fields)
+  check("persistent", problem_of(200, cols, 100, "NN", batch=2), config)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
@@ -95,6 +110,15 @@ def test_lowers_without_a_pass_over_lhs(layouts, kernel, fields):
   assert f"jaxgemm_{kernel}" in text
   lhs = "x".join(map(str, problem.lhs_shape))
   assert f"tensor<{lhs}xbf16>" not in text and f"tensor<{lhs}xf32>" in text
+
+
+@pytest.mark.parametrize("cols", [64, 100, 197])
+def test_n_major_rhs_is_not_transposed(cols):
+  config = config_of("persistent", tile_n=64)
+  text = lowered("persistent", problem_of(4096, cols, 2048), config)
+  assert "stablehlo.transpose" not in text
+  padded = 64 * -(-cols // 64)
+  assert f"tensor<1x2048x{padded}xbf16>" in text
 
 
 @pytest.mark.parametrize(
