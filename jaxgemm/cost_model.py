@@ -72,7 +72,7 @@ class Model:
   chunks: float = 0.834  # The same, wgmma of 64 columns, as rhs comes in chunks.
   promotion: float = 0.0181  # Of the sums, once.
   lhs_split: float = 0.41  # Of 32 of k in registers, by one consumer.
-  lhs_split_two: float = 0.595  # The same, by two at once.
+  lhs_split_two: float = 0.61  # The same, by two at once.
   lhs_split_three: float = 0.70
   beside: float = 1.8  # Power of the mean of that and its wgmma: partly at once.
   exchange_rate: float = 11e3  # Through distributed shared memory.
