@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import functools
 import math
+import types
+from typing import Any
 from unittest import mock
 
 import jax
@@ -20,6 +22,7 @@ _GUARD = 77  # Of every dtype of a result.
 _UNWRITTEN = -1_234_567_891  # Of integers, which have no NaN.
 BEYOND = -1_234_567_892  # The same for -inf.
 _ZONE_ELEMENTS = 8192
+_NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 _ALIGNED = 16  # Elements, of which a zone is a multiple: TMA begins at 16 bytes.
 
 
@@ -31,8 +34,8 @@ def guarded() -> Iterator[None]:
 
 
 def _guarded_kernel(
-    body: Callable[..., None], *, out_type, scratch_types, compiler_params, interpret,
-    **fields,
+    body: Callable[..., None], *, out_type, scratch_types: Mapping[str, Any] = _NOTHING,
+    compiler_params: Any = None, interpret: Any = None, **fields,
 ) -> Callable[..., list[jax.Array]]:
   """As plgpu.kernel; the results lie within arrays that exist."""
   name, thread_name = fields["kernel_name"], fields["thread_name"]
