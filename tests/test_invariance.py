@@ -8,6 +8,7 @@ import pytest
 
 import jaxgemm
 from jaxgemm import device, heuristics, invariance, plan
+from pallas_kernels import parts, specialised
 from pallas_kernels.problem import ALGORITHMS, PersistentConfig, Problem, SplitKConfig
 from tests.product_cases import normal
 
@@ -45,7 +46,9 @@ def test_plans_sum_alike(kind, size):
     assert chosen.config is not None and chosen.kernel != "split_k"
     assert not getattr(chosen.config, "float16_parts", False)
     assert not getattr(chosen.config, "split_lhs", False)
-    promoted.add((chosen.config.promote, chosen.config.tile_k))
+    # Smaller products of parts, too, are promoted in all plans or in none.
+    overlaps = parts.is_split(problem) and specialised.overlaps(problem, chosen.config)
+    promoted.add((chosen.config.promote, chosen.config.tile_k, overlaps))
   assert len(promoted) == 1
 
 
