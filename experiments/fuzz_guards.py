@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import functools
 import math
-import types
 from typing import Any
 from unittest import mock
 
@@ -22,7 +21,6 @@ _GUARD = 77  # Of every dtype of a result.
 _UNWRITTEN = -1_234_567_891  # Of integers, which have no NaN.
 BEYOND = -1_234_567_892  # The same for -inf.
 _ZONE_ELEMENTS = 8192
-_NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 _ALIGNED = 16  # Elements, of which a zone is a multiple: TMA begins at 16 bytes.
 
 
@@ -34,8 +32,9 @@ def guarded() -> Iterator[None]:
 
 
 def _guarded_kernel(
-    body: Callable[..., None], *, out_type, scratch_types: Mapping[str, Any] = _NOTHING,
-    compiler_params: Any = None, interpret: Any = None, **fields,
+    body: Callable[..., None], *, out_type,
+    scratch_types: Mapping[str, Any] | None = None, compiler_params: Any = None,
+    interpret: Any = None, **fields,
 ) -> Callable[..., list[jax.Array]]:
   """As plgpu.kernel; the results lie within arrays that exist."""
   name, thread_name = fields["kernel_name"], fields["thread_name"]
@@ -54,7 +53,7 @@ def _guarded_kernel(
         pl.kernel(
             lambda *gmem: pl.run_scoped(
                 functools.partial(kernel, *gmem), collective_axes=thread_name,
-                **scratch_types,
+                **(scratch_types or {}),
             ),
             mesh=plgpu.Mesh(**fields), compiler_params=compiler_params,
             interpret=False if interpret is None else interpret, name=name,

@@ -265,8 +265,8 @@ def _busy(
   promotion = model.promotion / config.promote if promotes else 0.0
   if splits_lhs:
     of_slot = (model.lhs_split, model.lhs_split_two, model.lhs_split_three)
-    both = matrix, of_slot[config.consumers - 1] / steps_of_slot
-    promotion = soft_max(*both, model.beside) - matrix - bookkeeping
+    splitting = of_slot[config.consumers - 1] / steps_of_slot
+    promotion = soft_max(matrix, splitting, model.beside) - matrix - bookkeeping
 
   # The epilogue of a tile. CTAs that share an SM store while others multiply, unless
   # the stores are masked: those occupy the SM's own pipes.

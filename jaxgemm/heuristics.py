@@ -233,7 +233,7 @@ def _specialised(
   `fields` are those of a config that say how operands are split.
   """
   tile_m, tile_n, _, wg_dim, swap = shape
-  tile_k = _tile_k(problem, fields)
+  tile_k, split_lhs = _tile_k(problem, fields), fields.get("split_lhs", False)
   k_steps = tiles.cdiv(problem.k, tile_k)
   if _wasteful(product, tile_m, tile_n):
     return
@@ -243,17 +243,21 @@ def _specialised(
   enough = device.num_sms // 4 if tile_m * tile_n > smallest else 1
   turns = wg_dim != "tile" or num_tiles > device.num_sms
   if turns and num_tiles >= enough:
-    promote = promotion(problem, k_steps, **fields)
+    promote = promotion(problem, k_steps, split_lhs=split_lhs)
     config = _staged(like, shape, promote, **fields)
     yield from _with_loads(problem, "persistent", config)
   if wg_dim == "m":  # The others have been seen never to win where k is split.
     waves = 2 if parts.is_split(problem) else 1
-    balances = fields.get("split_lhs", False)  # Whose tiles take long.
-    for splits, cluster_k in _splits(device, num_tiles, k_steps, waves, balances):
+    # With split_lhs, tiles take long.
+    for splits, cluster_k in _splits(
+        device, num_tiles, k_steps, waves, balances=split_lhs
+    ):
       # To transpose partial sums may take longer than all else, and gained at most 4%.
       turned = swap and splits > cluster_k and not parts.is_split(problem)
       if num_tiles * splits >= enough and not turned:
-        fewer = promotion(problem, tiles.cdiv(k_steps, splits), **fields)
+        fewer = promotion(
+            problem, tiles.cdiv(k_steps, splits), split_lhs=split_lhs
+        )
         config = _staged(like, shape, fewer, splits, cluster_k, **fields)
         yield from _with_loads(problem, "split_k", config)
 
@@ -388,12 +392,8 @@ def _even(k_steps: int, most: int) -> int:
   return tiles.cdiv(k_steps, tiles.cdiv(k_steps, most))
 
 
-def promotion(
-    problem: Problem, k_steps: int, *, split_lhs: bool = False, **_: bool
-) -> int:
+def promotion(problem: Problem, k_steps: int, *, split_lhs: bool = False) -> int:
   """The `promote` that keeps a sum of `k_steps` k tiles as exact as its result.
-
-  The other fields are those of a config that say how operands are split.
 
   Only a float32 result of 16-bit operands shows the tensor cores' truncation. A
   quarter of a short sum, or four tiles of a long one, truncate less than the

@@ -22,5 +22,10 @@ def i64(value) -> ir.Value:
   return arith.extsi(ir.IntegerType.get_signless(64), value)
 
 
+def less(value, limit: int) -> ir.Value:
+  """Whether a signed value of 32 bits is less than a number."""
+  return arith.cmpi(arith.CmpIPredicate.slt, value, i32(limit))
+
+
 def i64_address(pointer) -> ir.Value:
   return llvm.ptrtoint(ir.IntegerType.get_signless(64), pointer)

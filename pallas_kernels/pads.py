@@ -22,7 +22,8 @@ import jax.numpy as jnp
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, scf
 
-from pallas_kernels.integers import const64, i32, i32_type, i64, i64_address
+from pallas_kernels import tiles
+from pallas_kernels.integers import const64, i32, i32_type, i64, i64_address, less
 from pallas_kernels.register_loads import (
   CHUNK,
   WG_THREADS,
@@ -51,7 +52,7 @@ def pad(
   units = [x.dtype.itemsize // 2 for x in arrays]  # Of an element, each 16 bits.
   of_cta = CHUNK * WG_THREADS * AT_ONCE
   counts = [  # CTAs of each array.
-      -(-math.prod(shape) * its // of_cta)
+      tiles.cdiv(math.prod(shape) * its, of_cta)
       for shape, its in zip(shapes, units, strict=True)
   ]
 
@@ -95,9 +96,9 @@ def _copy(source, target, units: int, cta) -> None:
     col = arith.muli(arith.subi(piece, arith.muli(out_row, i32(per_row))), i32(CHUNK))
     index = arith.divui(out_row, i32(out_rows))
     row = arith.subi(out_row, arith.muli(index, i32(out_rows)))
-    exists = _less(piece, batch * out_rows * per_row)
+    exists = less(piece, batch * out_rows * per_row)
     valid = arith.minsi(arith.subi(i32(cols), col), i32(CHUNK))
-    inside = arith.andi(exists, _less(row, rows))
+    inside = arith.andi(exists, less(row, rows))
     valid = arith.select(inside, arith.maxsi(valid, i32(0)), i32(0))
     row = arith.addi(arith.muli(i64(index), const64(rows)), i64(row))
     element = arith.addi(arith.muli(row, const64(cols)), i64(col))
@@ -119,7 +120,3 @@ def _copy(source, target, units: int, cta) -> None:
         out, *only_first(shift.of(words), valid), arith.extui(i32_type(), exists),
         has_side_effects=True,
     )
-
-
-def _less(value, limit: int):
-  return arith.cmpi(arith.CmpIPredicate.slt, value, i32(limit))

@@ -36,7 +36,7 @@ import jax.numpy as jnp
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, scf
 
-from pallas_kernels.integers import const64, i32, i32_type, i64, i64_address
+from pallas_kernels.integers import const64, i32, i32_type, i64, i64_address, less
 
 WG_THREADS = 128
 CHUNK = 8  # Elements of 16 bits that a thread stores at once: 16 bytes.
@@ -177,10 +177,10 @@ class _Tile:
       by_rows = const64(2 * block_row * loads.cols)
       by_cols = const64(2 * block_col)
       if loads.has_edge and loads.k_major:
-        inside = _less(arith.addi(self._row, i32(block_row)), loads.rows)
+        inside = less(arith.addi(self._row, i32(block_row)), loads.rows)
         by_rows = arith.select(inside, by_rows, const64(0))
       elif loads.has_edge:
-        inside = _less(arith.addi(self._col, i32(block_col)), loads.cols)
+        inside = less(arith.addi(self._col, i32(block_col)), loads.cols)
         by_cols = arith.select(inside, by_cols, const64(0))
       piece = arith.addi(first, arith.addi(by_rows, by_cols))
       words = load_16_bytes(piece)
@@ -205,7 +205,7 @@ class _Tile:
       # Elements of the chunk that the array has; none of a row that it has not.
       col = arith.addi(self._col, i32(block_col))
       valid = arith.minsi(arith.subi(i32(loads.cols), col), i32(CHUNK))
-      inside = _less(arith.addi(self._row, i32(block_row)), loads.rows)
+      inside = less(arith.addi(self._row, i32(block_row)), loads.rows)
       valid = arith.select(inside, arith.maxsi(valid, i32(0)), i32(0))
       some = arith.cmpi(arith.CmpIPredicate.sgt, valid, i32(0))
       end = arith.addi(shift.num_bytes, arith.muli(valid, i32(2)))
@@ -320,10 +320,6 @@ def _funnel_shift(low, high, bits):
   return mgpu.utils.inline_ptx(
       "shf.r.wrap.b32 $0, $1, $2, $3;", low, high, bits, result_types=i32_type()
   )
-
-
-def _less(value, limit: int):
-  return arith.cmpi(arith.CmpIPredicate.slt, value, i32(limit))
 
 
 def _at_most(value, limit: int):
