@@ -15,7 +15,7 @@ the largest of its row has fewer bits. That does no harm where the other operand
 small elements or zeros in that column: then the largest of the row outweighs it. Where
 both operands may do harm, or an element is not finite, `guarded` computes the product
 from bfloat16 parts after all. It decides on the device, from the smallest and largest
-elements of rows and columns.
+elements of rows and columns. Kernels of `halves_pass` make the parts where they can.
 
   error      of a sum: 2**-20 of the sum of its terms' magnitudes at most, before that is
              rounded as a float32 sum is
@@ -33,15 +33,10 @@ from typing import NamedTuple
 import jax
 from jax import lax
 import jax.numpy as jnp
-import numpy as np
 
-from pallas_kernels import operand_tiles
+from pallas_kernels import halves_of, halves_pass, operand_tiles
+from pallas_kernels.halves_of import ENDLESS, LOSES, SMALL
 from pallas_kernels.problem import Problem
-
-TOP = 14  # The largest element of a row becomes 2**TOP, or up to twice that.
-RANGE = 2.0**-28  # Of the largest: what float16 holds with nearly all its bits.
-_SMALL, _LOSES = np.int32(1), np.int32(2)  # What some elements of a row are or do.
-_INF = np.int32(0x7F800000)
 
 
 class Halves(NamedTuple):
@@ -60,75 +55,65 @@ class Halves(NamedTuple):
   exact: jax.Array
 
 
-def split(lhs: jax.Array, rhs: jax.Array, problem: Problem) -> Halves:
-  """The parts of two operands [batch, ., .] float32, stored as the problem says."""
+def split(
+    lhs: jax.Array, rhs: jax.Array, problem: Problem, *, by_kernels: bool = False
+) -> Halves:
+  """The parts of two operands [batch, ., .] float32, stored as the problem says.
+
+  `by_kernels`: where kernels for a Hopper GPU serve them.
+  """
   lhs_k = 2 if problem.lhs_layout == "k-major" else 1
   rhs_k = 1 if problem.rhs_layout == "n-major" else 2
-  parts, factors, loses, ranges, finite = zip(
-      *(_split(x, axis) for x, axis in ((lhs, lhs_k), (rhs, rhs_k))),
+  parts, factors, (of_lhs, of_rhs) = zip(
+      *(_split(x, axis, by_kernels) for x, axis in ((lhs, lhs_k), (rhs, rhs_k))),
       strict=True,
   )
-  harmful = (loses[0] & ranges[1]) | (ranges[0] & loses[1])
-  return Halves(*parts, *factors, finite[0] & finite[1] & ~harmful)
+  harmful = (of_lhs >= LOSES) & (of_rhs >= SMALL) | (of_lhs >= SMALL) & (of_rhs >= LOSES)
+  endless = (of_lhs == ENDLESS) | (of_rhs == ENDLESS)
+  return Halves(*parts, *factors, ~(harmful | endless))
 
 
 def guarded(
-    lhs: jax.Array, rhs: jax.Array, problem: Problem, *,
+    lhs: jax.Array, rhs: jax.Array, problem: Problem, *, by_kernels: bool,
     multiply: Callable[[Halves], jax.Array], otherwise: Callable[[], jax.Array],
 ) -> jax.Array:
   """The product of float16 parts where no bits are lost that count, else `otherwise`.
   """
-  found = split(lhs, rhs, problem)
+  found = split(lhs, rhs, problem, by_kernels=by_kernels)
   return lax.cond(found.exact, lambda: multiply(found), otherwise)
 
 
-def _split(x: jax.Array, axis: int):
-  """Of one operand: parts, factors, whether some elements lose bits, whether some are
-  small or zero, and whether all are finite.
+def _split(x: jax.Array, axis: int, by_kernels: bool):
+  """Of one operand: parts, factors, and its largest mark.
 
   The parts, and they alone, are padded to a stride that TMA takes.
   """
   mn = x.shape[3 - axis]
-  x = operand_tiles.mend_stride(x, jnp.float16)
-  # Bits have the order of what they stand for, nan the largest.
-  bits, largest = _bits(jnp.abs(x)), _bits(jnp.max(jnp.abs(x), axis=axis))
-  # Of normal numbers: the exponent. Less than 2**-111 is not brought to 2**TOP, but
-  # then it has no more bits than its parts.
-  shift = jnp.clip((largest >> 23) - (127 + TOP), -125, 113)
-  scaled = x * jnp.expand_dims(_power_of_two(-shift), axis)
-  high = _to_float16_and_back(scaled)
-  low = (scaled - high) * 2.0**11
-  half = shift >> 1
-  factors = jnp.stack([_power_of_two(half), _power_of_two(shift - half)], axis=1)
-  # Summed up along the rows as they are stored, which can be done beside the parts.
-  small = bits < jnp.expand_dims(_bits(_float(largest) * RANGE), axis)
-  found = jnp.where(small, jnp.where(bits > 0, _LOSES | _SMALL, _SMALL), 0)
-  found = lax.reduce(found, np.int32(0), lax.bitwise_or, (2,))
-  return (
-      (high.astype(jnp.float16), low.astype(jnp.float16)), factors[..., :mn],
-      jnp.any(found & _LOSES > 0), jnp.any(found > 0), jnp.all(largest < _INF),
+  padded = operand_tiles.mend_stride(x, jnp.float16)
+  along_cols = axis == 2
+  if by_kernels and padded is x and halves_pass.serves(x.shape, along_cols):
+    if along_cols:
+      parts, factors, marks = halves_pass.by_rows(x)
+    else:
+      largest = jnp.max(halves_of.magnitude(x), axis=axis)
+      parts, factors, marks = halves_pass.by_cols(x, largest)
+    return parts, factors, jnp.max(marks)
+  largest = jnp.max(halves_of.magnitude(padded), axis=axis)
+  high, low, marks = halves_of.parts(
+      padded, jnp.expand_dims(largest, axis), rounded=_rounded
   )
+  factors = jnp.stack(halves_of.factors(largest[:, :mn]), axis=1)
+  # Along the rows as they are stored, which can be done beside the parts.
+  return (high, low), factors, jnp.max(jnp.max(marks, axis=2))
 
 
-def _bits(x: jax.Array) -> jax.Array:
-  return lax.bitcast_convert_type(x, jnp.int32)
-
-
-def _float(bits: jax.Array) -> jax.Array:
-  return lax.bitcast_convert_type(bits, jnp.float32)
-
-
-def _power_of_two(exponent: jax.Array) -> jax.Array:
-  """2.0**exponent, of exponents in [-126, 127]."""
-  return _float((exponent + 127) << 23)
-
-
-def _to_float16_and_back(x: jax.Array) -> jax.Array:
-  """x rounded to float16, subnormal numbers among them.
+def _rounded(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """x rounded to float16, subnormal numbers among them, and the same in float32.
 
   XLA may drop a conversion to float16 and back, and reduce_precision knows no
   subnormal numbers. Those are multiples of 2**-24.
   """
   normal = lax.reduce_precision(x, exponent_bits=5, mantissa_bits=10)
   whole = lax.round(x * 2.0**24, lax.RoundingMethod.TO_NEAREST_EVEN)
-  return jnp.where(jnp.abs(x) < 2.0**-14, whole * 2.0**-24, normal)
+  found = jnp.where(jnp.abs(x) < 2.0**-14, whole * 2.0**-24, normal)
+  return found.astype(jnp.float16), found

@@ -93,13 +93,13 @@ def launch(
   """
   return guarded(
       functools.partial(_launch, num_sms=num_sms, rounds=rounds, interpret=interpret),
-      operands, problem, config, supports,
+      operands, problem, config, supports, emulated=interpret is not None,
   )
 
 
 def guarded(
     launch: Callable[..., jax.Array], operands, problem: Problem,
-    config: PersistentConfig, supports: specialised.Supports,
+    config: PersistentConfig, supports: specialised.Supports, *, emulated: bool,
 ) -> jax.Array:
   """`launch(operands, problem, config, split)` with the parts that the operands allow."""
   if config.split_lhs and config.swap:
@@ -111,7 +111,7 @@ def guarded(
     return launch(operands, problem=problem, config=config, split=None)
   otherwise = specialised.of_bfloat16_parts(problem, config, supports)
   return halves.guarded(
-      *operands[:2], problem,
+      *operands[:2], problem, by_kernels=not emulated,
       multiply=lambda split: launch(
           operands, problem=problem, config=config, split=split
       ),

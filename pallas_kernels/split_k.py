@@ -117,7 +117,7 @@ def launch(
   """Returns the result [batch, m, n]; operands as `problem` stores them."""
   return persistent.guarded(
       functools.partial(_launch, num_sms=num_sms, interpret=interpret),
-      operands, problem, config, supports,
+      operands, problem, config, supports, emulated=interpret is not None,
   )
 
 
