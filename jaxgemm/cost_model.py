@@ -85,7 +85,7 @@ class Model:
   reduce: float = 1.61  # Launch of the kernel that adds the parts of split-k.
   reduce_rate: float = 4.87e6  # Its bytes, out of the L2; of the whole chip.
   part: float = 0.0175  # Of each part of an element, one after the other.
-  guard: float = 14.0  # Of float16 parts: to see whether they do, in small kernels.
+  guard: float = 8.0  # Of float16 parts: to see whether they do, in small kernels.
   pass_launch: float = 0.809  # Launch of a pass over an operand.
   pass_rate: float = 3.57e6  # Bytes read and written; of the whole chip.
   pad_launch: float = 1.3  # The same two of a pass that pads rows of odd lengths, both

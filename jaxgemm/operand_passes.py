@@ -8,7 +8,14 @@ from __future__ import annotations
 import functools
 import math
 
-from pallas_kernels import lhs_registers, operand_tiles, parts, specialised, tiles
+from pallas_kernels import (
+  halves_pass,
+  lhs_registers,
+  operand_tiles,
+  parts,
+  specialised,
+  tiles,
+)
 from pallas_kernels.problem import Config, PersistentConfig, Problem
 
 # What is done to an operand before the kernel, to which, and the bytes of that one.
@@ -40,14 +47,16 @@ def splitting(
 ) -> tuple[Pass, ...]:
   """The passes that make the parts: each reads 4 bytes an element, and writes 2 a part.
 
-  They pad as well. Where the parts are scaled, one more reads the operand first. lhs that
-  is split in registers is only padded, if at all, but the product of swapped operands is
-  transposed.
+  They pad as well. Where the parts are scaled, one more reads the operand first, unless a
+  kernel keeps whole rows. lhs that is split in registers is only padded, if at all, but
+  the product of swapped operands is transposed.
   """
-  moved = 4 * (1 + split.scaled) + 2 * split.count  # cost_model takes it twice.
   lhs, rhs = (
-      ("splitting", operand, math.prod(shape) * moved // 2)
-      for operand, shape in (("lhs", problem.lhs_shape), ("rhs", problem.rhs_shape))
+      ("splitting", operand, math.prod(shape) * _split_bytes(shape, layout, split) // 2)
+      for operand, shape, layout in (
+          ("lhs", problem.lhs_shape, problem.lhs_layout),
+          ("rhs", problem.rhs_shape, problem.rhs_layout),
+      )
   )
   if not split.lhs_in_registers:
     return lhs, rhs
@@ -64,6 +73,15 @@ def splitting(
     stored = problem.batch * problem.m * problem.n * problem.out_itemsize
     found.append(("transposing", "the result", stored))
   return tuple(found)
+
+
+def _split_bytes(shape: tuple[int, ...], layout: str, split: parts.Parts) -> int:
+  """The bytes that splitting moves for each element; cost_model takes half of it twice.
+  """
+  along_cols = layout == "k-major"
+  read_once = along_cols and halves_pass.serves(shape, along_cols)
+  reads = 2 if split.scaled and not read_once else 1
+  return 4 * reads + 2 * split.count
 
 
 def multiplied(problem: Problem, config: Config) -> Problem:

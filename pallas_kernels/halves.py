@@ -95,10 +95,9 @@ def _split(x: jax.Array, axis: int, by_kernels: bool):
     if along_cols:
       parts, factors, marks = halves_pass.by_rows(x)
     else:
-      largest = jnp.max(halves_of.magnitude(x), axis=axis)
-      parts, factors, marks = halves_pass.by_cols(x, largest)
+      parts, factors, marks = halves_pass.by_cols(x, halves_of.largest_of(x, axis))
     return parts, factors, jnp.max(marks)
-  largest = jnp.max(halves_of.magnitude(padded), axis=axis)
+  largest = halves_of.largest_of(padded, axis)
   high, low, marks = halves_of.parts(
       padded, jnp.expand_dims(largest, axis), rounded=_rounded
   )

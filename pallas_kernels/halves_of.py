@@ -35,6 +35,14 @@ def magnitude(x):
   return _bits(jnp.abs(x))
 
 
+def largest_of(x: jax.Array, axis: int) -> jax.Array:
+  """The magnitude of the largest element along an axis.
+
+  As a maximum of numbers: XLA takes three times as long for one of integers.
+  """
+  return _bits(jnp.max(jnp.abs(x), axis=axis))
+
+
 def parts(x, largest, *, rounded: Callable[[Any], tuple[Any, Any]]) -> Parts:
   """The parts of x; `rounded(x)` is x in float16, and the same in float32."""
   scaled = x * _power_of_two(-_shift(largest))

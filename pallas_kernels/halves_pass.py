@@ -26,8 +26,8 @@ from pallas_kernels import halves_of
 
 NAME = "halves"
 WG_THREADS = 128
-MOST_COLS = 8192  # Of a row that registers hold: 64 elements of each thread.
-ROWS = 16  # Of a CTA that goes by columns.
+MOST_COLS = 16384  # Of a row that registers hold: 128 elements of each thread.
+ROWS = 8  # Of a CTA that goes by columns.
 
 
 def serves(shape: tuple[int, ...], along_cols: bool) -> bool:
