@@ -86,6 +86,7 @@ class Model:
   reduce_rate: float = 4.87e6  # Its bytes, out of the L2; of the whole chip.
   part: float = 0.0175  # Of each part of an element, one after the other.
   guard: float = 8.0  # Of float16 parts: to see whether they do, in small kernels.
+  scales: float = 4.0  # Of an operand that XLA's kernels scale, not ours.
   pass_launch: float = 0.809  # Launch of a pass over an operand.
   pass_rate: float = 3.57e6  # Bytes read and written; of the whole chip.
   pad_launch: float = 1.3  # The same two of a pass that pads rows of odd lengths, both
@@ -203,7 +204,7 @@ def estimate(
   needed = splitting if split else needed
   extra = _extra(problem, needed, sums, model)
   if split and split.scaled:
-    extra += model.guard
+    extra += model.guard + model.scales * operand_passes.scaled_by_xla(stored)
   if memory > busy:
     bound = "the memory"
   return Estimate(

@@ -75,6 +75,16 @@ def splitting(
   return tuple(found)
 
 
+def scaled_by_xla(problem: Problem) -> int:
+  """The operands whose scaled parts no kernel makes: 0 to 2."""
+  return sum(
+      not halves_pass.serves(shape, layout == "k-major")
+      for shape, layout in (
+          (problem.lhs_shape, problem.lhs_layout), (problem.rhs_shape, problem.rhs_layout)
+      )
+  )
+
+
 def _split_bytes(shape: tuple[int, ...], layout: str, split: parts.Parts) -> int:
   """The bytes that splitting moves for each element; cost_model takes half of it twice.
   """
