@@ -135,10 +135,11 @@ def draw_config(
     drawn = {
         name: rng.choice(choices[name]) for name in vars(default) if name in choices
     }
-    if kernel != triton.NAME:
+    if "tile_k" in vars(default) and kernel != triton.NAME:
       drawn["tile_k"] = tiles.swizzle_elems(parts.product(problem).dtype)
     config = dataclasses.replace(default, **drawn)
-    config = dataclasses.replace(config, promote=_promote(rng, problem, config))
+    if "promote" in vars(default):
+      config = dataclasses.replace(config, promote=_promote(rng, problem, config))
     if _why_not(problem, kernel, config, device) is None:
       return config
   return None

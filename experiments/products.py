@@ -23,8 +23,8 @@ from pallas_kernels.problem import Config, Problem
 # "xla" is lax.dot_general itself, the baseline; "auto" lets jaxgemm choose, "invariant"
 # among what is batch invariant.
 IMPLEMENTATIONS = (
-    "xla", "auto", "blocked", "direct", "pipelined", "persistent", "split_k", "triton",
-    "invariant",
+    "xla", "auto", "blocked", "direct", "pipelined", "persistent", "split_k", "gemv",
+    "triton", "invariant",
 )
 
 Product = Callable[[jax.Array, jax.Array], jax.Array]

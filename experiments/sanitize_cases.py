@@ -25,6 +25,7 @@ from pallas_kernels.problem import (
   BlockedConfig,
   Config,
   DirectConfig,
+  GemvConfig,
   Epilogue,
   PersistentConfig,
   PipelinedConfig,
@@ -176,6 +177,10 @@ CASES: dict[str, Case] = {
     "direct": product("direct", PLAIN, DirectConfig(64, 64)),
     "direct odd": product("direct", ODD_PIECES, DirectConfig(128, 64)),
     "direct fused": product("direct", FUSED, DirectConfig(64, 128)),
+    "gemv": product("gemv", _with(_of(PLAIN, "float32"), m=2), GemvConfig(3)),
+    "gemv column": product(
+        "gemv", Problem(513, 3, 100, batch=2, lhs_layout="m-major", dtype="float32",
+                        out_dtype="float32", algorithm="tf32_f32"), GemvConfig(2)),
     **{
         f"persistent {layouts}": _persistent(_laid_out(PLAIN, layouts), _config())
         for layouts in LAYOUTS

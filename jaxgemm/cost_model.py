@@ -31,12 +31,13 @@ from pallas_kernels import (
   KERNELS,
   blocked,
   direct,
+  gemv,
   operand_tiles,
   parts,
   specialised,
   tiles,
 )
-from pallas_kernels.problem import Config, PersistentConfig, Problem
+from pallas_kernels.problem import Config, GemvConfig, PersistentConfig, Problem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +92,10 @@ class Model:
   pass_rate: float = 3.57e6  # Bytes read and written; of the whole chip.
   pad_launch: float = 1.3  # The same two of a pass that pads rows of odd lengths, both
   pad_rate: float = 4.2e6  # operands' in one launch; by hand, of cold operands.
+  gemv: float = 1.3  # Launch of gemv, by hand, as the other three.
+  gemv_memory: float = 0.97  # Of the memory's time; the larger the matrix, the less.
+  gemv_group: float = 0.75  # Of rows of the matrix that are loaded at once.
+  gemv_row: float = 0.05  # Share of the memory's time that each further row of lhs adds.
 
 
 MODEL = Model()
@@ -132,6 +137,8 @@ def estimate(
     problem: Problem, kernel: str, config: Config, device: Device, model: Model = MODEL
 ) -> Estimate:
   """What the model expects of a config that serves the problem."""
+  if isinstance(config, GemvConfig):
+    return _gemv(problem, config, device, model)
   split = parts.of(problem, config)
   splits_lhs = split is not None and split.lhs_in_registers
   stored = problem.transposed if splits_lhs and config.swap else problem
@@ -209,6 +216,26 @@ def estimate(
     bound = "the memory"
   return Estimate(
       main + extra, num_tiles, per_sm, k_steps, bound, sums, needed, loaded
+  )
+
+
+def _gemv(
+    problem: Problem, config: GemvConfig, device: Device, model: Model
+) -> Estimate:
+  """Of loads that wait for nothing: the memory's time, or those of the longest split."""
+  shape = gemv.Geometry.of(problem, config.splits)
+  ctas = problem.batch * config.splits * shape.chunks
+  per_sm = tiles.cdiv(ctas, device.num_sms)
+  groups = tiles.cdiv(shape.depth, gemv.ROWS)
+  memory = problem.num_bytes / (device.bandwidth_tbps * 1e6)
+  memory *= model.gemv_memory * (1 + model.gemv_row * (gemv.oriented(problem).m - 1))
+  # As many CTAs as registers allow wait at once.
+  waits = groups * model.gemv_group * tiles.cdiv(per_sm, gemv.RESIDENT)
+  main = model.gemv + soft_max(memory, waits, 3.0)
+  extra = _extra(problem, (), config.splits, model)
+  bound = "the memory" if memory > waits else "the SMs"
+  return Estimate(
+      main + extra, ctas, per_sm, groups, bound, config.splits, (), ()
   )
 
 

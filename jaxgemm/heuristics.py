@@ -18,6 +18,7 @@ from pallas_kernels import (
   KERNELS,
   accumulate,
   direct,
+  gemv,
   lhs_registers,
   parts,
   specialised,
@@ -28,6 +29,7 @@ from pallas_kernels.problem import (
   BlockedConfig,
   Config,
   DirectConfig,
+  GemvConfig,
   PersistentConfig,
   PipelinedConfig,
   Problem,
@@ -63,8 +65,11 @@ def candidates(problem: Problem, device: Device) -> tuple[Candidate, ...]:
     exact = problem.algorithm == "tf32_f32" and (
         min(problem.m, problem.n, problem.k) < _LEAST_TF32
     )
-    faster = [c for c in found if c.time_us < xla.time_us and not exact]
-    found = [*faster, xla, *found[len(faster):]]
+    faster = [
+        c for c in found
+        if c.time_us < xla.time_us and (c.kernel == gemv.NAME or not exact)
+    ]
+    found = [*faster, xla, *(c for c in found if c not in faster)]
   return tuple(found)
 
 
@@ -124,6 +129,7 @@ _WORTH_SHARING = 4  # Candidates.
 
 
 def _configs(problem: Problem, device: Device) -> Iterator[tuple[str, Config]]:
+  yield from _gemv_configs(problem, device)
   if parts.is_split(problem):
     yield from _configs_of_parts(problem, device)
     return
@@ -146,6 +152,20 @@ def _configs(problem: Problem, device: Device) -> Iterator[tuple[str, Config]]:
     yield from _specialised(problem, problem, device, (*shape, False))
   for shape in _swapped_tiles(problem):
     yield from _specialised(problem, problem.transposed, device, (*shape, True))
+
+
+def _gemv_configs(
+    problem: Problem, device: Device
+) -> Iterator[tuple[str, Config]]:
+  """Splits that fill the SMs with as many loads as the memory wants, or with fewer."""
+  if gemv.supports(problem, GemvConfig()) is not None:
+    return
+  shape = gemv.Geometry.of(problem, 1)
+  enough = device.num_sms * (2 if shape.vector == 4 else 4)
+  groups = gemv.num_groups(problem)
+  most = min(max(enough // (problem.batch * shape.chunks), 1), groups)
+  for splits in sorted({_even(groups, tiles.cdiv(most, each)) for each in (1, 2, 4, most)}):
+    yield "gemv", GemvConfig(splits)
 
 
 def _configs_of_parts(

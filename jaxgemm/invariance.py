@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from jaxgemm import heuristics
 from pallas_kernels import accumulate, parts, specialised, tiles
-from pallas_kernels.problem import Config, Problem, TritonConfig
+from pallas_kernels.problem import Config, GemvConfig, Problem, TritonConfig
 
 
 def why_not(problem: Problem, config: Config | None) -> str | None:
@@ -28,6 +28,8 @@ def why_not(problem: Problem, config: Config | None) -> str | None:
     return "XLA sums as it sees fit"
   if isinstance(config, TritonConfig):
     return "the portable kernel multiplies tiles in other orders"
+  if isinstance(config, GemvConfig):
+    return "gemv serves few rows alone, without tensor cores"
   if getattr(config, "splits", 1) > 1:
     return "k is split, and the more the fewer rows there are"
   tile_k = tiles.swizzle_elems(parts.product(problem).dtype)

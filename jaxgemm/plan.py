@@ -14,7 +14,7 @@ from typing import Any
 from jaxgemm import heuristics, invariance, table, triton_heuristics, user_table
 from jaxgemm.device import Device, supported
 from jaxgemm.precision import ERRORS
-from pallas_kernels import KERNELS, tiles, triton
+from pallas_kernels import KERNELS, gemv, tiles, triton
 from pallas_kernels.problem import Config, Problem
 
 IMPLEMENTATIONS = (*KERNELS, "xla")
@@ -238,7 +238,7 @@ def _named(
 def _default_config(problem: Problem, name: str) -> Config:
   """That of a kernel which no candidate has, as exact as those."""
   config = KERNELS[name].Config()
-  if name == triton.NAME:
+  if name in (gemv.NAME, triton.NAME):
     return config
   tile_k = tiles.swizzle_elems(problem.dtype)
   promote = heuristics.promotion(problem, tiles.cdiv(problem.k, tile_k))

@@ -5,13 +5,22 @@ differentiation: see `jaxgemm` for both. Each module of KERNELS exports NAME,
 Config, supports, smem_bytes and launch.
 """
 
-from pallas_kernels import blocked, direct, persistent, pipelined, split_k, triton
+from pallas_kernels import (
+  blocked,
+  direct,
+  gemv,
+  persistent,
+  pipelined,
+  split_k,
+  triton,
+)
 
 # Users' tables of measured plans are kept for one version. Raise it when a kernel's
 # speed or a config's meaning changes, so that what was measured before is forgotten.
 KERNEL_VERSION = 12
 
-MOSAIC_KERNELS = {
+# Those that multiply tiles on the tensor cores, and serve nearly every product.
+TILE_KERNELS = {
     kernel.NAME: kernel for kernel in (blocked, direct, pipelined, persistent, split_k)
 }
-KERNELS = {**MOSAIC_KERNELS, triton.NAME: triton}
+KERNELS = {**TILE_KERNELS, gemv.NAME: gemv, triton.NAME: triton}

@@ -212,6 +212,13 @@ def two_sum(total, rest, x):
   return larger, rest + ((total - larger) + x)
 
 
+def any_two_sum(total, rest, x):
+  """The same, whichever is the larger (Knuth's two-sum)."""
+  larger = total + x
+  of_x = larger - total
+  return larger, rest + ((total - (larger - of_x)) + (x - of_x))
+
+
 def finite(sums):
   """The sums, or 0 where they are inf or nan."""
   return jnp.where((sums < jnp.inf) & (sums > -jnp.inf), sums, 0.0)

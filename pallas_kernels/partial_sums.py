@@ -43,15 +43,11 @@ def add_up(
 def _sum(parts) -> jax.Array:
   """The sum in order, with what rounding takes away of it given back at the end.
 
-  By Knuth's two-sum, as a part may be larger than the sum before; `accumulate` has no
-  registers for it. Here it costs nothing: the loads take longer.
+  A part may be larger than the sum before. That costs nothing here: the loads take longer.
   """
   total, rest = parts[0], jnp.zeros_like(parts[0])
   for part in parts[1:]:
-    larger = total + part
-    of_part = larger - total
-    rest = rest + ((total - (larger - of_part)) + (part - of_part))
-    total = larger
+    total, rest = accumulate.any_two_sum(total, rest, part)
   return total + accumulate.finite(rest)
 
 

@@ -372,6 +372,13 @@ class SplitKConfig(PersistentConfig):
 
 
 @dataclasses.dataclass(frozen=True)
+class GemvConfig:
+  """`splits` CTAs share the k of the same columns."""
+
+  splits: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
 class TritonConfig:
   """The numbers of the portable kernel, whose forms are one Triton function.
 
@@ -397,5 +404,5 @@ class TritonConfig:
 
 Config = (
     BlockedConfig | DirectConfig | PipelinedConfig | PersistentConfig | SplitKConfig
-    | TritonConfig
+    | GemvConfig | TritonConfig
 )

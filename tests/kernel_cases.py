@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxgemm import reference
-from pallas_kernels import KERNELS, MOSAIC_KERNELS, compat
+from pallas_kernels import KERNELS, TILE_KERNELS, compat
 from pallas_kernels.problem import (
   ALGORITHMS,
   BlockedConfig,
@@ -30,7 +30,7 @@ LAYOUTS = {
 
 KERNELS_AND_DTYPES = [
     (kernel, dtype)
-    for kernel in MOSAIC_KERNELS
+    for kernel in TILE_KERNELS
     for dtype in ("bfloat16", "float16", "float32")
     if (kernel, dtype) != ("direct", "float32")  # It has no loads of 32 bits.
 ]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxgemm import reference
-from pallas_kernels import KERNELS, MOSAIC_KERNELS, activations
+from pallas_kernels import KERNELS, TILE_KERNELS, activations
 from pallas_kernels.problem import Epilogue
 from tests import kernel_cases
 from tests.kernel_cases import LAYOUTS, lowered, make_problem, small_config
@@ -96,7 +96,7 @@ def test_activations_in_a_kernel(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", MOSAIC_KERNELS)
+@pytest.mark.parametrize("kernel", TILE_KERNELS)
 def test_kernels(kernel):
   problem = make_problem(130, 152, 136, "TN", batch=2, epilogue=FULL)
   check(kernel, problem, small_config(kernel))
@@ -126,7 +126,7 @@ def test_configs(fields):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kernel", "slopes"), [(kernel, 2) for kernel in MOSAIC_KERNELS] + [("persistent", 1)]
+    ("kernel", "slopes"), [(kernel, 2) for kernel in TILE_KERNELS] + [("persistent", 1)]
 )
 def test_slopes(kernel, slopes):
   """The cotangent of a layer's products, from that of the layer behind it."""
@@ -225,7 +225,7 @@ def test_gated_configs(fields):
   check("persistent", problem, config, bound=8e-3)
 
 
-@pytest.mark.parametrize("kernel", MOSAIC_KERNELS)
+@pytest.mark.parametrize("kernel", TILE_KERNELS)
 @pytest.mark.parametrize("n", [256, 257])
 def test_lowers_for_cuda(kernel, n):
   problem = make_problem(256, n, 512, epilogue=FULL)
@@ -266,7 +266,7 @@ def test_supports_says_what_is_not_fused(kernel, fields, problem_fields, named):
 
 # (kernel, fields, epilogue, columns: even ones, and what only masked stores can write)
 GPU_CASES = [
-    *((kernel, {}, FULL, (520, 517)) for kernel in MOSAIC_KERNELS),
+    *((kernel, {}, FULL, (520, 517)) for kernel in TILE_KERNELS),
     ("persistent", dict(wg_dim="tile", tile_n=192), FULL, (520, 517)),
     ("persistent", dict(cluster_n=2, tile_n=256), FULL, (520, 517)),
     ("split_k", dict(splits=4, cluster_k=4), FULL, (520, 517)),
@@ -275,7 +275,7 @@ GPU_CASES = [
     ("persistent", dict(tile_n=128), dataclasses.replace(FULL, gated=True), (520, 517)),
     ("persistent", dict(wg_dim="tile", tile_m=64), GATED, (520, 517)),
     ("persistent", dict(tile_n=256, cluster_m=2), GATED, (520, 517)),
-    *((kernel, {}, SLOPES, (520, 517)) for kernel in MOSAIC_KERNELS),
+    *((kernel, {}, SLOPES, (520, 517)) for kernel in TILE_KERNELS),
     ("persistent", dict(wg_dim="tile", tile_n=192, num_stages=3),
      dataclasses.replace(SLOPES, slopes=2), (520, 517)),
     ("persistent", dict(cluster_m=2, tile_n=256, num_stages=3),

@@ -23,7 +23,7 @@ import jaxgemm
 from jaxgemm import reference
 from jaxgemm.device import known_device
 from jaxgemm.plan import Plan
-from pallas_kernels import KERNELS, MOSAIC_KERNELS, activations, triton
+from pallas_kernels import KERNELS, TILE_KERNELS, activations, triton
 from tests import kernel_cases
 
 pytestmark = pytest.mark.slow  # The other JAX version need not run them too.
@@ -392,7 +392,7 @@ def test_kernels(kernel):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", MOSAIC_KERNELS)
+@pytest.mark.parametrize("kernel", TILE_KERNELS)
 def test_kernels_lower(kernel):
   """Whatever `supports` lets through is legal to Mosaic, guarded or not."""
 

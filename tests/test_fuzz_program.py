@@ -18,7 +18,7 @@ import pytest
 from experiments import fuzz, fuzz_draws, fuzz_guards, fuzz_judge
 from jaxgemm import reference
 from jaxgemm.plan import Plan
-from pallas_kernels import KERNELS, MOSAIC_KERNELS
+from pallas_kernels import KERNELS, TILE_KERNELS
 from pallas_kernels.epilogue import Epilogue
 from pallas_kernels.problem import ALGORITHMS, OUT_DTYPES
 from tests import kernel_cases
@@ -72,7 +72,7 @@ def test_configs_are_legal_and_various(kernel):
 def test_every_kernel_that_serves_has_a_plan():
   found = fuzz_draws.draw_plans(random.Random(0), SMALL, H200, configs=3)
   planned = [plan.kernel for plan, _ in found[:-3]]
-  assert {*planned} >= {*MOSAIC_KERNELS} - {"split_k"}  # k is a single tile.
+  assert {*planned} >= {*TILE_KERNELS} - {"split_k"}  # k is a single tile.
   assert all(device is H200 for _, device in found[:-3])
   assert [plan.source for plan, _ in found[-3:]] == ["drawn"] * 3
   empty = dataclasses.replace(SMALL, k=0)
@@ -124,7 +124,7 @@ def test_what_is_written_beside_the_result_is_seen(by, monkeypatch):
   assert check().reason == "the kernel wrote beyond its result"
 
 
-@pytest.mark.parametrize("kernel", MOSAIC_KERNELS)
+@pytest.mark.parametrize("kernel", TILE_KERNELS)
 def test_guarded_kernels_lower(kernel):
   """Their results are arrays that exist, aligned as TMA wants them."""
   problem = kernel_cases.make_problem(133, 203, 512, batch=3)

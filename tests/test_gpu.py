@@ -15,7 +15,7 @@ from experiments import accuracy
 import jaxgemm
 from jaxgemm import heuristics, reference
 from jaxgemm.device import current_device
-from pallas_kernels import MOSAIC_KERNELS as KERNELS
+from pallas_kernels import TILE_KERNELS as KERNELS
 from pallas_kernels import halves, parts
 from pallas_kernels.problem import Epilogue
 from tests import kernel_cases

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from pallas_kernels import MOSAIC_KERNELS as KERNELS
+from pallas_kernels import TILE_KERNELS as KERNELS
 from pallas_kernels import operand_tiles, tiles
 from pallas_kernels.problem import Epilogue
 from tests import kernel_cases

@@ -9,7 +9,7 @@ import pytest
 
 import jaxgemm
 from jaxgemm import reference
-from pallas_kernels import MOSAIC_KERNELS as KERNELS
+from pallas_kernels import TILE_KERNELS as KERNELS
 from tests.kernel_cases import LAYOUTS
 from tests.product_cases import normal
 

@@ -12,7 +12,7 @@ import pytest
 
 from jaxgemm import heuristics
 from jaxgemm.device import known_device
-from pallas_kernels import MOSAIC_KERNELS as KERNELS
+from pallas_kernels import TILE_KERNELS as KERNELS
 from pallas_kernels import pads
 from pallas_kernels.problem import Epilogue
 from tests import kernel_cases

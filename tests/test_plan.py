@@ -13,7 +13,7 @@ import pytest
 import jaxgemm
 from jaxgemm import cost_model, device, heuristics, plan, table
 from jaxgemm.contexts import current_target
-from pallas_kernels import KERNELS, MOSAIC_KERNELS, triton
+from pallas_kernels import KERNELS, TILE_KERNELS, triton
 from pallas_kernels.problem import (
     BlockedConfig,
     Epilogue,
@@ -48,7 +48,7 @@ def test_heuristic_is_the_first_candidate():
   assert chosen.problem == SQUARE
 
 
-@pytest.mark.parametrize("kernel", MOSAIC_KERNELS)
+@pytest.mark.parametrize("kernel", TILE_KERNELS)
 def test_a_named_kernel_gets_a_config(kernel):
   chosen = plan.make_plan(SQUARE, H200, implementation=kernel)
   assert chosen.kernel == kernel and chosen.source == "override"

@@ -46,7 +46,7 @@ def kernels(lab: variants.Lab, problem: Problem) -> list[variants.Variant]:
   found = []
   for config in _configs(lab):
     kernel = next(
-        name for name, x in variants.MOSAIC_KERNELS.items() if type(config) is x.Config
+        name for name, x in variants.TILE_KERNELS.items() if type(config) is x.Config
     )
     name = products.describe_config(kernel, config, brief=True)
     stages = getattr(config, "num_stages", 1)

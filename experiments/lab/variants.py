@@ -14,7 +14,7 @@ from experiments.lab.rows import XLA
 from experiments.suites import Case
 from jaxgemm.device import Device
 from jaxgemm.plan import make_plan
-from pallas_kernels import MOSAIC_KERNELS, compat
+from pallas_kernels import TILE_KERNELS, compat
 from pallas_kernels.problem import Config, Problem
 
 KernelModule = ModuleType  # With NAME, supports, smem_bytes and launch.
@@ -121,8 +121,8 @@ def of_kernel(
     lab: Lab, problem: Problem, name: str, config: Config, **fields
 ) -> Variant:
   """Returns a kernel of the library with a config; n/a where it cannot serve."""
-  kernel = next(key for key, x in MOSAIC_KERNELS.items() if type(config) is x.Config)
-  reason = MOSAIC_KERNELS[kernel].supports(problem, config)
+  kernel = next(key for key, x in TILE_KERNELS.items() if type(config) is x.Config)
+  reason = TILE_KERNELS[kernel].supports(problem, config)
   if reason is not None:
     return unavailable(name, reason, **fields)
   candidate = products.make_candidate(
@@ -163,6 +163,6 @@ def unavailable(name: str, reason: str, **fields) -> Variant:
 
 
 def _smem_bytes(kernel: str, problem: Problem, config: Config | None) -> int | None:
-  if kernel not in MOSAIC_KERNELS:
+  if kernel not in TILE_KERNELS:
     return None
-  return MOSAIC_KERNELS[kernel].smem_bytes(problem, config)
+  return TILE_KERNELS[kernel].smem_bytes(problem, config)
