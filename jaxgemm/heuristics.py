@@ -164,7 +164,8 @@ def _gemv_configs(
   enough = device.num_sms * (2 if shape.vector == 4 else 4)
   groups = gemv.num_groups(problem)
   most = min(max(enough // (problem.batch * shape.chunks), 1), groups)
-  for splits in sorted({_even(groups, tiles.cdiv(most, each)) for each in (1, 2, 4, most)}):
+  wanted = (tiles.cdiv(most, each) for each in (1, 2, 4, most))
+  for splits in sorted({_even(groups, each) for each in wanted}):
     yield "gemv", GemvConfig(splits)
 
 

@@ -8,8 +8,8 @@ bounds it, if enough loads are on their way. A CTA of one warpgroup has some col
 some of the k:
 
           columns
-        | CTA 0     | CTA 1     | ...   of split 0     thread 0 1 2 ... 127: a vector each,
-    k   | CTA c     | CTA c + 1 | ...   of split 1     ROWS rows at once
+        | CTA 0     | CTA 1     | ...   of split 0    threads 0 1 2 ... 127: a vector
+    k   | CTA c     | CTA c + 1 | ...   of split 1    each, of ROWS rows at once
 
   group   load ROWS rows, multiply each by its element of lhs, add up
   sums    of groups, and what their rounding takes away

@@ -43,7 +43,8 @@ def add_up(
 def _sum(parts) -> jax.Array:
   """The sum in order, with what rounding takes away of it given back at the end.
 
-  A part may be larger than the sum before. That costs nothing here: the loads take longer.
+  Also where a part is larger than the sum before. It costs nothing here: the loads take
+  longer.
   """
   total, rest = parts[0], jnp.zeros_like(parts[0])
   for part in parts[1:]:

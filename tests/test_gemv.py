@@ -153,13 +153,13 @@ def test_lowering(splits):
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("layouts", ["NN", "TN"])
-@pytest.mark.parametrize("n", [128, 4096, 6146, 4097])
-@pytest.mark.parametrize("m", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", [128, 1536, 770, 1025])
+@pytest.mark.parametrize("m", [1, 3, 4])
 def test_gpu_as_exact_as_float32(m, n, layouts, batch):
-  for k in (1, 64, 1003, 4096):
+  for k in (1, 1003):
     for problem in (of(m, n, k, layouts, batch=batch), of(n, m, k, "TN", batch=batch)):
       operands = kernel_cases.random_operands(problem)
       groups = gemv.num_groups(problem)
-      for splits in {1, min(2, groups), groups}:
+      for splits in {1, groups}:
         found = gemv.launch(operands, problem, GemvConfig(splits), num_sms=132)
         assert error(found, problem, operands) < EXACT

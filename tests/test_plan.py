@@ -244,7 +244,7 @@ def test_xla_is_weighed_where_it_may_be_faster(m, n, k, weighed, chosen):
     [
         (1, 4096, "NT", True),  # The weights are read along k, as memory has them.
         (1, 2048, "NN", False),
-        (1, 14336, "NN", True),
+        (1, 14336, "NN", False),  # gemv adds up columns as fast.
         (4096, 1, "NN", True),
     ],
 )
