@@ -48,9 +48,7 @@ def _as_exact_as_float32(
     matrix = problem.rhs_layout if problem.m == 1 else problem.lhs_layout
     if matrix == "k-major" or problem.m == problem.n:
       return 2.0 + 1.05 * memory, "one row or column, as fast as the memory"
-    # Sums down columns: the same memory, after a while. (4096 x 4096 takes twice that.)
-    time = min(8.0 + 0.94 * memory, 3.5 + 2.0 * memory)
-    return time, "one row or column, sums down columns"
+    return _down_columns(problem, memory)
   rows, cols = (
       tiles.round_up(size, 128 if size > 64 else 32) for size in (problem.m, problem.n)
   )
@@ -61,6 +59,16 @@ def _as_exact_as_float32(
   return begin + soft_max(busy, memory / 0.8), "no pass that splits the operands"
 
 
+def _down_columns(problem: Problem, memory: float) -> tuple[float, str]:
+  """One row times a matrix whose rows lie across k: soon over, or as long as memory takes.
+
+  (4096 x 4096 takes twice that.)
+  """
+  begin = 0.8 + min(0.006 * problem.k, 2.5 + 4.0 * memory)
+  time = min(begin + memory, 8.0 + 0.94 * memory)
+  return time, "one row or column, sums down columns"
+
+
 def _tf32(problem: Problem, busy: float, memory: float) -> tuple[float, str]:
   """XLA needs no pass over the operands where TMA takes them; TN is slow."""
   aligned = problem.k % 4 == 0 and problem.n % 4 == 0 and problem.m % 4 == 0
@@ -68,6 +76,8 @@ def _tf32(problem: Problem, busy: float, memory: float) -> tuple[float, str]:
   if problem.lhs_layout == "m-major" and problem.rhs_layout == "n-major":
     rate = min(rate, 0.65)
   time = 4.0 + soft_max(busy / rate, memory / 0.8)
+  if min(problem.m, problem.n) == 1:
+    time = min(time, _down_columns(problem, memory)[0])
   return time, "TF32 without a pass over the operands"
 
 
