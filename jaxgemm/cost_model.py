@@ -232,7 +232,7 @@ def _gemv(
   rows = 1 + model.gemv_row * (gemv.oriented(problem).m - 1)
   memory = model.gemv_memory * problem.num_bytes / (device.bandwidth_tbps * 1e6)
   # As many CTAs as registers allow wait at once.
-  waits = groups * model.gemv_group * tiles.cdiv(per_sm, gemv.RESIDENT)
+  waits = groups * model.gemv_group * tiles.cdiv(per_sm, shape.resident)
   time = model.gemv + rows * soft_max(memory, waits, 4.0)
   if config.splits > 1:
     partial_bytes = 4 * problem.batch * problem.m * problem.n * config.splits

@@ -160,8 +160,10 @@ def _gemv_configs(
   """Splits that fill the SMs with as many loads as the memory wants, or with fewer."""
   if gemv.supports(problem, GemvConfig()) is not None:
     return
+  if problem.itemsize == 2 and not misaligned(problem, 16):
+    return  # Tiles are as fast, where TMA brings them.
   shape = gemv.Geometry.of(problem, 1)
-  enough = device.num_sms * (2 if shape.vector == 4 else 4)
+  enough = device.num_sms * max(2, shape.resident // 2)
   groups = gemv.num_groups(problem)
   most = min(max(enough // (problem.batch * shape.chunks), 1), groups)
   wanted = (tiles.cdiv(most, each) for each in (1, 2, 4, most))

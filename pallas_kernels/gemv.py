@@ -1,11 +1,11 @@
-"""gemv: one to four rows times a float32 matrix whose rows lie across k.
+"""gemv: one to four rows times a matrix whose rows lie across k.
 
   out[b] = alpha * lhs[b] @ rhs[b] + beta * c[b]
 
 Such a product reads each element of the matrix once, for one multiplication a row: no
 tensor core is needed, and float32 arithmetic is as exact as it is asked for. The memory
-bounds it, if enough loads are on their way. A CTA of one warpgroup has some columns, and
-some of the k:
+bounds it, if enough loads are on their way. Those take rows of any length, of operands of
+16 and 32 bits. A CTA of one warpgroup has some columns, and some of the k:
 
           columns
         | CTA 0     | CTA 1     | ...   of split 0    threads 0 1 2 ... 127: a vector
@@ -43,7 +43,9 @@ Config = GemvConfig
 MOST_ROWS = 4  # Of lhs. From eight on, tiles of the tensor cores are as fast.
 ROWS = 16  # Of the matrix, loaded at once.
 WG_THREADS = 128
-RESIDENT = 4  # CTAs of an SM, whose registers hold what they load.
+ITEMSIZES = 2, 4
+MOST_RESIDENT = 8  # CTAs of an SM, if its registers hold what they load:
+LOADED_BYTES = 1 << 17  # so much.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,21 +56,29 @@ class Geometry:
     vector: elements that a thread loads at once: rows begin at multiples of it.
     width, chunks: columns of a CTA, and how many CTAs have all.
     depth: rows of a split; of the last one maybe fewer.
+    group_bytes: what a CTA loads at once.
   """
 
   vector: int
   width: int
   chunks: int
   depth: int
+  group_bytes: int
 
   @classmethod
   def of(cls, problem: Problem, splits: int) -> Geometry:
-    cols = oriented(problem).n
-    fitting = (size for size in (4, 2) if cols % size == 0 and cols >= size * WG_THREADS)
-    vector = next(fitting, 1)
+    cols, vector = oriented(problem).n, 16 // problem.itemsize
+    while cols % vector or cols < vector * WG_THREADS:
+      vector //= 2
     width = vector * WG_THREADS
     depth = ROWS * tiles.cdiv(num_groups(problem), splits)
-    return cls(vector, width, tiles.cdiv(cols, width), depth)
+    group_bytes = ROWS * width * problem.itemsize
+    return cls(vector, width, tiles.cdiv(cols, width), depth, group_bytes)
+
+  @property
+  def resident(self) -> int:
+    """CTAs that an SM holds."""
+    return min(MOST_RESIDENT, LOADED_BYTES // self.group_bytes)
 
 
 def oriented(problem: Problem) -> Problem:
@@ -84,8 +94,8 @@ def num_groups(problem: Problem) -> int:
 
 def supports(problem: Problem, config: GemvConfig) -> str | None:
   """The reason why this kernel cannot serve, or None."""
-  if problem.dtype != "float32":
-    return f"gemv multiplies float32 operands, not {problem.dtype}"
+  if problem.itemsize not in ITEMSIZES:
+    return f"gemv multiplies operands of 16 and 32 bits, not {problem.dtype}"
   product = oriented(problem)
   if product.m > MOST_ROWS or product.rhs_layout != "n-major":
     return (
@@ -145,17 +155,19 @@ def _sums(
     of_matrix = batch if product.rhs_batched else 0
 
     def element(row, k):
-      return vectors_gmem[(of_vectors, *((row, k) if k_major else (k, row)))]
+      at = (row, k) if k_major else (k, row)
+      return vectors_gmem[(of_vectors, *at)].astype(jnp.float32)
 
     def add(k, sums, num_rows):
       """Adds the products of so many rows of the matrix, from k on."""
+      own = pl.ds(col, shape.width)
       rows = [
           plgpu.load(
-              matrix_gmem.at[of_matrix, k + i, pl.ds(col, shape.width)], layout=layout,
-              optimized=False,
+              matrix_gmem.at[of_matrix, k + i, own], layout=layout, optimized=False
           )
           for i in range(num_rows)
       ]
+      rows = [x.astype(jnp.float32) for x in rows]
       factors = [
           [element(row, k + i) for row in range(product.m)] for i in range(num_rows)
       ]

@@ -1,4 +1,4 @@
-"""gemv: few rows times a float32 matrix, in float32 arithmetic."""
+"""gemv: few rows times a matrix, in float32 arithmetic."""
 
 from __future__ import annotations
 
@@ -44,6 +44,17 @@ def test_as_exact_as_float32(case):
   operands = kernel_cases.random_operands(problem)
   found = emulate("gemv", problem, GemvConfig(splits), operands)
   assert found.shape == problem.out_shape and found.dtype == jnp.float32
+  assert error(found, problem, operands) < EXACT
+
+
+@pytest.mark.parametrize("dtype", mostly_slow(["bfloat16", "float16"]))
+@pytest.mark.parametrize(
+    "sizes", [(1, 257, 37), (2, 1024, 40), (3, 770, 40), (257, 2, 50, "TN")], ids=str
+)
+def test_16_bits(dtype, sizes):
+  problem = make_problem(*sizes, dtype=dtype, out_dtype="float32")
+  operands = kernel_cases.random_operands(problem)
+  found = emulate("gemv", problem, GemvConfig(2), operands)
   assert error(found, problem, operands) < EXACT
 
 
@@ -109,7 +120,7 @@ def test_inf_and_nan(rng):
 @pytest.mark.parametrize(
     ("problem", "splits", "reason"),
     [
-        (make_problem(1, 256, 64), 1, "float32 operands"),
+        (make_problem(1, 256, 64, dtype="int8", out_dtype="int32"), 1, "16 and 32 bits"),
         (of(5, 256, 64), 1, "m up to 4"),
         (of(1, 256, 64, "NT"), 1, "n-major"),
         (of(1, 127, 64), 1, "at least 128 columns"),
@@ -132,6 +143,8 @@ def test_plans(algorithm):
   for sizes in ((1, 4096, 4096), (3, 6144, 4096), (4096, 1, 4096, "TN"), (1, 4097, 4097)):
     problem = dataclasses.replace(of(*sizes), algorithm=algorithm)
     assert plan.make_plan(problem, H200).kernel == "gemv"
+  assert plan.make_plan(make_problem(1, 4097, 4097), H200).kernel == "gemv"
+  assert plan.make_plan(make_problem(1, 4096, 4096), H200).kernel != "gemv"
   for sizes in ((1, 4096, 4096, "NT"), (5, 4096, 4096), (1, 100, 4096)):
     assert plan.make_plan(of(*sizes), H200).kernel != "gemv"
 
@@ -163,3 +176,15 @@ def test_gpu_as_exact_as_float32(m, n, layouts, batch):
       for splits in {1, groups}:
         found = gemv.launch(operands, problem, GemvConfig(splits), num_sms=132)
         assert error(found, problem, operands) < EXACT
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("n", [128, 1536, 2052, 770, 1025])
+@pytest.mark.parametrize("m", [1, 4])
+def test_gpu_16_bits(m, n, dtype):
+  problem = make_problem(m, n, 1003, "TN", dtype, out_dtype="float32")
+  operands = kernel_cases.random_operands(problem)
+  for splits in (1, 63):
+    found = gemv.launch(operands, problem, GemvConfig(splits), num_sms=132)
+    assert error(found, problem, operands) < EXACT
