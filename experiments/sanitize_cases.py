@@ -234,6 +234,8 @@ CASES: dict[str, Case] = {
     "x6 cluster": _persistent(X6, _config(promote=1, cluster_m=2)),
     "x6 split_k": _split_k(X6, _splits(promote=1, splits=2)),
     "halves": _persistent(X6, _config(promote=1, float16_parts=True)),
+    "halves made by kernels": _persistent(
+        _with(X6, m=136, n=256, k=384), _config(promote=1, float16_parts=True)),
     "halves split_k": _split_k(
         X6, _splits(promote=1, float16_parts=True, splits=2, cluster_k=2)),
     "split_lhs": _persistent(_with(X6, n=24), _narrow()),
