@@ -92,12 +92,13 @@ class Model:
   pass_rate: float = 3.57e6  # Bytes read and written; of the whole chip.
   pad_launch: float = 1.3  # The same two of a pass that pads rows of odd lengths, both
   pad_rate: float = 4.2e6  # operands' in one launch; by hand, of cold operands.
-  gemv: float = 0.3  # Launch of gemv. Its six: 39 times of 19 products, off by 12%.
+  gemv: float = 0.44  # Launch of gemv. Its seven: 72 times of 36 products, off by 10%.
   gemv_memory: float = 0.955  # Of the memory's time.
-  gemv_group: float = 0.74  # Of rows of the matrix that are loaded at once.
-  gemv_row: float = 0.16  # Share of both that each further row of lhs adds.
-  gemv_sum: float = 0.47  # To add up the sums of splits,
-  gemv_part: float = 0.041  # and of each of them.
+  gemv_narrow: float = 0.16  # More of it, each time that a thread loads half of 16 bytes.
+  gemv_group: float = 0.73  # Of rows of the matrix that are loaded at once.
+  gemv_row: float = 0.13  # Share of both that a further row adds, of 32 bits.
+  gemv_sum: float = 0.33  # To add up the sums of splits,
+  gemv_part: float = 0.04  # and of each of them.
 
 
 MODEL = Model()
@@ -229,8 +230,11 @@ def _gemv(
   ctas = problem.batch * config.splits * shape.chunks
   per_sm = tiles.cdiv(ctas, device.num_sms)
   groups = tiles.cdiv(shape.depth, gemv.ROWS)
-  rows = 1 + model.gemv_row * (gemv.oriented(problem).m - 1)
+  more_rows = gemv.oriented(problem).m - 1
+  rows = 1 + model.gemv_row * more_rows * 4 / problem.itemsize
+  halved = math.log2(16 / (shape.vector * problem.itemsize))
   memory = model.gemv_memory * problem.num_bytes / (device.bandwidth_tbps * 1e6)
+  memory *= 1 + model.gemv_narrow * halved
   # As many CTAs as registers allow wait at once.
   waits = groups * model.gemv_group * tiles.cdiv(per_sm, shape.resident)
   time = model.gemv + rows * soft_max(memory, waits, 4.0)

@@ -166,7 +166,7 @@ def _gemv_configs(
   enough = device.num_sms * max(2, shape.resident // 2)
   groups = gemv.num_groups(problem)
   most = min(max(enough // (problem.batch * shape.chunks), 1), groups)
-  wanted = (tiles.cdiv(most, each) for each in (1, 2, 4, most))
+  wanted = {min(2 * most, groups), most, tiles.cdiv(most, 2), tiles.cdiv(most, 4), 1}
   for splits in sorted({_even(groups, each) for each in wanted}):
     yield "gemv", GemvConfig(splits)
 

@@ -101,5 +101,7 @@ def _sixteen_bits(
     return 1.15 * time, "one kernel of a single k tile"
   if not misaligned(problem, 16):
     return None
-  time = 1.3 + max(0.009 * problem.k, busy / 0.12, memory / 0.35)
-  return 1.25 * time, _NO_PASS
+  time = 1.25 * (1.3 + max(0.009 * problem.k, busy / 0.12, memory / 0.35))
+  if min(problem.m, problem.n) == 1:
+    time = min(time, 1.2 * _down_columns(problem, memory)[0])
+  return time, _NO_PASS
