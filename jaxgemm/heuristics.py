@@ -111,7 +111,8 @@ _PING_PONG_TILES = (
 # go fall out of step, and no longer ask the L2 for the same rows at the same time.
 _PIPELINED_TILES = ((64, 128, 4), (128, 64, 4), (64, 64, 6), (64, 32, 8))
 _DIRECT_TILES = ((64, 64), (128, 64), (64, 128), (64, 32), (64, 16))
-# (columns, consumers) of tiles where the operands change places.
+# (columns, consumers) of tiles where the operands change places, (rows, consumers) of
+# tiles whose columns fit the result.
 _SWAPPED_COLS = ((64, 1), (128, 1), (128, 2), (256, 2))
 _MOST_SHIFTED = 4  # k tiles that direct shifts; with six it took up to 6 times as long.
 _MOST_SWAPPED = 512  # Rows of the result.
@@ -148,7 +149,7 @@ def _configs(problem: Problem, device: Device) -> Iterator[tuple[str, Config]]:
       soon = _num_tiles(problem, tile_m, tile_n) <= 8 * device.num_sms
       if soon and not _wasteful(problem, tile_m, tile_n):
         yield "direct", DirectConfig(tile_m, tile_n, tile_k, promote)
-  for shape in (*_PERSISTENT_TILES, *_PING_PONG_TILES):
+  for shape in (*_PERSISTENT_TILES, *_PING_PONG_TILES, *_fitted_tiles(problem)):
     yield from _specialised(problem, problem, device, (*shape, False))
   for shape in _swapped_tiles(problem):
     yield from _specialised(problem, problem.transposed, device, (*shape, True))
@@ -230,6 +231,20 @@ def _is_as_exact(problem: Problem, config: PersistentConfig) -> bool:
       return False
     return k <= 4096 and apart if splits_k else k >= 512 or apart
   return apart or k <= 1024 or not splits_k
+
+
+def _fitted_tiles(problem: Problem) -> Iterator[tuple[int, int, int, str]]:
+  """Tiles of all columns of a result of few, or of equal parts of them.
+
+  Of a k-major rhs wgmma takes any multiple of 16; multiples of 64 are tried anyway.
+  """
+  if problem.n > _MOST_SWAPPED or problem.itemsize != 2 or tiles.rhs_step(problem) > 16:
+    return
+  parts = range(tiles.cdiv(problem.n, specialised.MAX_TILE_N), 5)
+  for cols in {tiles.round_up(tiles.cdiv(problem.n, each), 16) for each in parts}:
+    if cols % 64 and cols > 32:
+      for rows, consumers in _SWAPPED_COLS:
+        yield rows, cols, consumers, "m"
 
 
 def _swapped_tiles(problem: Problem) -> Iterator[tuple[int, int, int, str]]:
