@@ -57,8 +57,8 @@ def matmul(
     preferred_element_type: dtype of the result. Sums are float32 in any case.
     out_sharding: sharding of the result on a mesh with explicit axes.
     implementation: None (the plan chooses), "blocked", "direct", "pipelined",
-      "persistent", "split_k", "triton" or "xla". A kernel that is named must serve;
-      its gradients prefer it.
+      "persistent", "split_k", "gemv", "triton" or "xla". A kernel that is named must
+      serve; its gradients prefer it.
     config: the config of that kernel; alone, it also names its kernel.
     batch_invariant: whether a row of the result must have the same bits whatever m is;
       see jaxgemm.batch_invariant, which sets it for all products.

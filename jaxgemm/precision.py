@@ -18,7 +18,9 @@ where no algorithm is, or where no kernel takes the dtypes, the answer is a reas
 Where the plan says so, bf16_x6 is formed from three products of float16 parts
 (`pallas_kernels.halves`). Those are off by 2**-21 at most (2**-20 where a guard has seen
 that it does no harm), by 2**-24 on average: less than a sum of a hundred terms is
-rounded by. The plan does so for sums of 128 terms and more.
+rounded by. The plan does so for sums of 128 terms and more. Where it chooses `gemv`, for
+few rows, operands of 16 and 32 bits are multiplied as float32, without error, and summed
+up as float32, whatever the algorithm.
 
 The error is relative, at most, before the sum over k: that is rounded as a float32 sum
 is, for float32 results and partial sums (`promote` of the configs); for 16-bit results
