@@ -60,9 +60,9 @@ def _as_exact_as_float32(
 
 
 def _down_columns(problem: Problem, memory: float) -> tuple[float, str]:
-  """One row times a matrix whose rows lie across k: soon over, or as long as memory takes.
+  """One row times a matrix whose rows lie across k.
 
-  (4096 x 4096 takes twice that.)
+  Over soon, or after the memory's time. (4096 x 4096 takes twice that.)
   """
   begin = 0.8 + min(0.006 * problem.k, 2.5 + 4.0 * memory)
   time = min(begin + memory, 8.0 + 0.94 * memory)
