@@ -35,15 +35,16 @@ def _guarded_kernel(
     body: Callable[..., None], *, out_type,
     scratch_types: Mapping[str, Any] | None = None, compiler_params: Any = None,
     interpret: Any = None, **fields,
-) -> Callable[..., list[jax.Array]]:
+) -> Callable[..., Any]:
   """As plgpu.kernel; the results lie within arrays that exist."""
-  name, thread_name = fields["kernel_name"], fields["thread_name"]
-  zones = [_zone(out.shape[1:]) for out in out_type]
+  name, thread_name = fields["kernel_name"], fields.get("thread_name")
+  types, tree = jax.tree.flatten(out_type)
+  zones = [_zone(out.shape[1:]) for out in types]
 
   def kernel(*gmem, **scratch):
     results = [
         ref.at[pl.ds(zone, out.shape[0])]
-        for ref, zone, out in zip(gmem, zones, out_type, strict=False)
+        for ref, zone, out in zip(gmem, zones, types, strict=False)
     ]
     body(*gmem[len(results) :], *results, **scratch)
 
@@ -52,17 +53,19 @@ def _guarded_kernel(
       with compat.without_manual_axes():
         pl.kernel(
             lambda *gmem: pl.run_scoped(
-                functools.partial(kernel, *gmem), collective_axes=thread_name,
-                **(scratch_types or {}),
+                functools.partial(kernel, *gmem),
+                collective_axes=thread_name or (), **(scratch_types or {}),
             ),
             mesh=plgpu.Mesh(**fields), compiler_params=compiler_params,
             interpret=False if interpret is None else interpret, name=name,
         )(*refs, *operands)
 
     found = pl.run_state(change)(
-        [_surrounded(out, zone) for out, zone in zip(out_type, zones, strict=True)]
+        [_surrounded(out, zone) for out, zone in zip(types, zones, strict=True)]
     )
-    return [_inside(x, zone) for x, zone in zip(found, zones, strict=True)]
+    return tree.unflatten(
+        [_inside(x, zone) for x, zone in zip(found, zones, strict=True)]
+    )
 
   return call
 

@@ -18,7 +18,7 @@ import pytest
 from experiments import fuzz, fuzz_draws, fuzz_guards, fuzz_judge
 from jaxgemm import reference
 from jaxgemm.plan import Plan
-from pallas_kernels import KERNELS, TILE_KERNELS
+from pallas_kernels import KERNELS, TILE_KERNELS, gemv
 from pallas_kernels.epilogue import Epilogue
 from pallas_kernels.problem import ALGORITHMS, OUT_DTYPES
 from tests import kernel_cases
@@ -62,11 +62,11 @@ def test_configs_are_legal_and_various(kernel):
     config = fuzz_draws.draw_config(rng, problem, kernel, H200)
     if config is not None:
       assert KERNELS[kernel].supports(problem, config) is None
-      # A float32 result of 16-bit operands would show what they truncate.
+      # A float32 result of 16-bit operands would show what tensor cores truncate.
       exact = problem.out_dtype == "float32" and problem.itemsize == 2
-      assert config.promote or not exact
+      assert kernel == gemv.NAME or config.promote or not exact
       found.add(config)
-  assert len(found) > 25
+  assert len(found) > (1 if kernel == gemv.NAME else 25)  # It has few, for few.
 
 
 def test_every_kernel_that_serves_has_a_plan():
