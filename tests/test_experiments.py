@@ -375,6 +375,9 @@ def test_runner_emulates_every_kernel():
     if row.implementation == "triton" and triton.missing_package() is not None:
       assert row.plan.startswith("n/a: ") and "jaxgemm[triton]" in row.plan
       continue
+    if row.implementation == "gemv":
+      assert row.plan.startswith("n/a: ") and "m up to 4" in row.plan
+      continue
     assert row.error <= 2 * row.xla_error < 0.01
     if row.implementation in KERNELS:
       assert row.plan.startswith(f"{row.implementation} tile=")
