@@ -147,8 +147,8 @@ def _sums(
 
   def body(vectors_gmem, matrix_gmem, out_gmem):
     cta = lax.axis_index("cta")
-    batch, rest = _divmod(cta, per_batch)
-    split, chunk = _divmod(rest, shape.chunks)
+    batch, rest = tiles.divmod_of(cta, per_batch)
+    split, chunk = tiles.divmod_of(rest, shape.chunks)
     col = jnp.minimum(chunk * shape.width, product.n - shape.width)
     first = split * shape.depth
     of_vectors = batch if product.lhs_batched else 0
@@ -201,11 +201,6 @@ def _sums(
       kernel_name=f"jaxgemm_{NAME}", interpret=interpret,
   )(vectors, matrix)
   return _in_order(sums, product.n, shape)
-
-
-def _divmod(index, size: int):
-  whole = lax.div(index, jnp.int32(size))
-  return whole, index - whole * size
 
 
 def _in_order(sums: jax.Array, cols: int, shape: Geometry) -> jax.Array:

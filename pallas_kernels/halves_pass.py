@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import halves_of
+from pallas_kernels import halves_of, tiles
 
 NAME = "halves"
 WG_THREADS = 128
@@ -47,7 +47,7 @@ def by_rows(x: jax.Array, *, interpret: Any = None):
   layout = plgpu.Layout.WG_STRIDED((cols,), vec_size=_vector(cols))
 
   def body(x_gmem, high, low, factors, marks):
-    at = lax.axis_index("batch"), lax.axis_index("row")
+    at = tiles.divmod_of(lax.axis_index("cta"), rows)
     x = plgpu.load(x_gmem.at[at], layout=layout, optimized=False)
     # As an array: Mosaic reads no number's bits.
     largest = lax.broadcast(jnp.max(halves_of.magnitude(x)), (cols,))
@@ -61,9 +61,8 @@ def by_rows(x: jax.Array, *, interpret: Any = None):
   of_rows = jax.ShapeDtypeStruct((batch, rows), jnp.int32)
   factors = jax.ShapeDtypeStruct((batch, 2, rows), jnp.float32)
   high, low, factors, marks = plgpu.kernel(
-      body, out_type=(parts, parts, factors, of_rows), grid=(batch, rows),
-      grid_names=("batch", "row"), kernel_name=f"jaxgemm_{NAME}_rows",
-      interpret=interpret,
+      body, out_type=(parts, parts, factors, of_rows), grid=(batch * rows,),
+      grid_names=("cta",), kernel_name=f"jaxgemm_{NAME}_rows", interpret=interpret,
   )(x)
   return (high, low), factors, marks
 
@@ -78,10 +77,11 @@ def by_cols(x: jax.Array, largest: jax.Array, *, interpret: Any = None):
   vector = _vector(cols)
   width = WG_THREADS * vector
   layout = plgpu.Layout.WG_STRIDED((width,), vec_size=vector)
-  grid = batch, rows // ROWS, cols // width
+  bands, chunks = rows // ROWS, cols // width
 
   def body(x_gmem, largest_gmem, high, low, factors, marks):
-    index, i, j = (lax.axis_index(name) for name in ("batch", "rows", "cols"))
+    index, rest = tiles.divmod_of(lax.axis_index("cta"), bands * chunks)
+    i, j = tiles.divmod_of(rest, chunks)
     own = pl.ds(j * width, width)
     load = lambda ref: plgpu.load(ref, layout=layout, optimized=False)
     largest = load(largest_gmem.at[index, own])
@@ -100,12 +100,11 @@ def by_cols(x: jax.Array, largest: jax.Array, *, interpret: Any = None):
         factors[index, which, own] = factor
 
   parts = jax.ShapeDtypeStruct(x.shape, jnp.float16)
-  of_ctas = jax.ShapeDtypeStruct(grid, jnp.int32)
+  of_ctas = jax.ShapeDtypeStruct((batch, bands, chunks), jnp.int32)
   factors = jax.ShapeDtypeStruct((batch, 2, cols), jnp.float32)
   high, low, factors, marks = plgpu.kernel(
-      body, out_type=(parts, parts, factors, of_ctas), grid=grid,
-      grid_names=("batch", "rows", "cols"), kernel_name=f"jaxgemm_{NAME}_cols",
-      interpret=interpret,
+      body, out_type=(parts, parts, factors, of_ctas), grid=(batch * bands * chunks,),
+      grid_names=("cta",), kernel_name=f"jaxgemm_{NAME}_cols", interpret=interpret,
   )(x, largest)
   return (high, low), factors, marks
 

@@ -49,6 +49,13 @@ def swizzled(dtype, swizzle: int = SWIZZLE_BYTES) -> tuple[Any, ...]:
 # -- Order of the tiles ----------------------------------------------------------
 
 
+def divmod_of(index, size: int):
+  """(index // size, index % size), of an index of CTAs: CUDA's grids are long in x alone.
+  """
+  whole = lax.div(index, jnp.int32(size))
+  return whole, index - whole * size
+
+
 def tile_order(index, tiles_m: int, tiles_n: int, minor: str, width: int):
   """Returns (m, n) of the `index`-th tile of one product.
 

@@ -188,3 +188,11 @@ def test_gpu_16_bits(m, n, dtype):
   for splits in (1, 63):
     found = gemv.launch(operands, problem, GemvConfig(splits), num_sms=132)
     assert error(found, problem, operands) < EXACT
+
+
+@pytest.mark.gpu
+def test_gpu_more_than_2_to_the_16_products():
+  problem = of(1, 128, 16, batch=70_000)
+  operands = kernel_cases.random_operands(problem)
+  found = gemv.launch(operands, problem, GemvConfig(), num_sms=132)
+  assert error(found, problem, operands) < EXACT

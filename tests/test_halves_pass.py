@@ -95,7 +95,10 @@ def test_which_kernels_run(layouts, rows, cols):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "shape", [*SHAPES, (1, 4096, 4096), (1, 768, 6272), (1, 64, 16384)], ids=str
+    "shape",
+    [*SHAPES, (1, 4096, 4096), (1, 768, 6272), (1, 64, 16384),
+     (70_000, 8, 128), (1, 560_000, 128)],  # More than 2**16 products, or bands of rows.
+    ids=str,
 )
 @pytest.mark.parametrize("axis", [1, 2])
 def test_gpu_same_bits_as_xla(axis, shape):
