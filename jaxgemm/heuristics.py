@@ -65,11 +65,11 @@ def candidates(problem: Problem, device: Device) -> tuple[Candidate, ...]:
     exact = problem.algorithm == "tf32_f32" and (
         min(problem.m, problem.n, problem.k) < _LEAST_TF32
     )
-    faster = [
-        c for c in found
-        if c.time_us < xla.time_us and (c.kernel == gemv.NAME or not exact)
-    ]
-    found = [*faster, xla, *(c for c in found if c not in faster)]
+    faster, slower = [], []
+    for c in found:
+      allowed = c.kernel == gemv.NAME or not exact
+      (faster if allowed and c.time_us < xla.time_us else slower).append(c)
+    found = [*faster, xla, *slower]
   return tuple(found)
 
 
