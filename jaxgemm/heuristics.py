@@ -111,11 +111,11 @@ _PING_PONG_TILES = (
 # go fall out of step, and no longer ask the L2 for the same rows at the same time.
 _PIPELINED_TILES = ((64, 128, 4), (128, 64, 4), (64, 64, 6), (64, 32, 8))
 _DIRECT_TILES = ((64, 64), (128, 64), (64, 128), (64, 32), (64, 16))
-# (columns, consumers) of tiles where the operands change places, (rows, consumers) of
-# tiles whose columns fit the result.
-_SWAPPED_COLS = ((64, 1), (128, 1), (128, 2), (256, 2))
+# The other side and the consumers of tiles whose one side fits a narrow result: rows, or
+# columns where the operands change places.
+_OTHER_SIDES = ((64, 1), (128, 1), (128, 2), (256, 2))
 _MOST_SHIFTED = 4  # k tiles that direct shifts; with six it took up to 6 times as long.
-_MOST_SWAPPED = 512  # Rows of the result.
+_NARROW = 512  # Rows, or columns, of a result that tiles are to fit.
 _MOST_SPLIT = 1024  # Columns where lhs is split in registers, anew for each tile of them.
 _SPLITS_K = 1 << 19  # Elements of a result: of fewer, cuBLAS splits k.
 _LEAST_STAGES = 4  # Where consumers split lhs: one slot is split, one multiplied.
@@ -238,12 +238,11 @@ def _fitted_tiles(problem: Problem) -> Iterator[tuple[int, int, int, str]]:
 
   Of a k-major rhs wgmma takes any multiple of 16; multiples of 64 are tried anyway.
   """
-  if problem.n > _MOST_SWAPPED or problem.itemsize != 2 or tiles.rhs_step(problem) > 16:
+  if problem.n > _NARROW or problem.itemsize != 2 or tiles.rhs_step(problem) > 16:
     return
-  parts = range(tiles.cdiv(problem.n, specialised.MAX_TILE_N), 5)
-  for cols in {tiles.round_up(tiles.cdiv(problem.n, each), 16) for each in parts}:
+  for cols in _equal_parts(problem.n, 16):
     if cols % 64 and cols > 32:
-      for rows, consumers in _SWAPPED_COLS:
+      for rows, consumers in _OTHER_SIDES:
         yield rows, cols, consumers, "m"
 
 
@@ -253,14 +252,18 @@ def _swapped_tiles(problem: Problem) -> Iterator[tuple[int, int, int, str]]:
   wgmma takes any multiple of 16 of them from a k-major lhs, of 64 from an m-major one.
   Multiples of 64 it takes from the operands in their places, up to 256.
   """
-  if problem.m > _MOST_SWAPPED or problem.itemsize != 2:
+  if problem.m > _NARROW or problem.itemsize != 2:
     return
-  step = tiles.rhs_step(problem.transposed)
-  parts = range(tiles.cdiv(problem.m, specialised.MAX_TILE_N), 5)
-  for rows in {tiles.round_up(tiles.cdiv(problem.m, each), step) for each in parts}:
+  for rows in _equal_parts(problem.m, tiles.rhs_step(problem.transposed)):
     if rows > 256 or rows % 64 and (rows > 64 or problem.m <= 64):
-      for cols, consumers in _SWAPPED_COLS:
+      for cols, consumers in _OTHER_SIDES:
         yield cols, rows, consumers, "m"
+
+
+def _equal_parts(size: int, step: int) -> set[int]:
+  """Sides of tiles, multiples of `step`, of which one to four cover `size`."""
+  parts = range(tiles.cdiv(size, specialised.MAX_TILE_N), 5)
+  return {tiles.round_up(tiles.cdiv(size, each), step) for each in parts}
 
 
 def _specialised(

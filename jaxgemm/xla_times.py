@@ -48,7 +48,7 @@ def _as_exact_as_float32(
     matrix = problem.rhs_layout if problem.m == 1 else problem.lhs_layout
     if matrix == "k-major" or problem.m == problem.n:
       return 2.0 + 1.05 * memory, "one row or column, as fast as the memory"
-    return _down_columns(problem, memory)
+    return _down_columns(problem, memory), "one row or column, sums down columns"
   rows, cols = (
       tiles.round_up(size, 128 if size > 64 else 32) for size in (problem.m, problem.n)
   )
@@ -59,14 +59,13 @@ def _as_exact_as_float32(
   return begin + soft_max(busy, memory / 0.8), "no pass that splits the operands"
 
 
-def _down_columns(problem: Problem, memory: float) -> tuple[float, str]:
+def _down_columns(problem: Problem, memory: float) -> float:
   """One row times a matrix whose rows lie across k.
 
   Over soon, or after the memory's time. (4096 x 4096 takes twice that.)
   """
   begin = 0.8 + min(0.006 * problem.k, 2.5 + 4.0 * memory)
-  time = min(begin + memory, 8.0 + 0.94 * memory)
-  return time, "one row or column, sums down columns"
+  return min(begin + memory, 8.0 + 0.94 * memory)
 
 
 def _tf32(problem: Problem, busy: float, memory: float) -> tuple[float, str]:
@@ -77,7 +76,7 @@ def _tf32(problem: Problem, busy: float, memory: float) -> tuple[float, str]:
     rate = min(rate, 0.65)
   time = 4.0 + soft_max(busy / rate, memory / 0.8)
   if min(problem.m, problem.n) == 1:
-    time = min(time, _down_columns(problem, memory)[0])
+    time = min(time, _down_columns(problem, memory))
   return time, "TF32 without a pass over the operands"
 
 
@@ -103,5 +102,5 @@ def _sixteen_bits(
     return None
   time = 1.25 * (1.3 + max(0.009 * problem.k, busy / 0.12, memory / 0.35))
   if min(problem.m, problem.n) == 1:
-    time = min(time, 1.2 * _down_columns(problem, memory)[0])
+    time = min(time, 1.2 * _down_columns(problem, memory))
   return time, _NO_PASS

@@ -30,12 +30,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import parts
+from pallas_kernels import parts, tiles
 
 Ref = Any
 OTHER_REGISTERS = 32  # What a thread needs beside its sums.
 MAX_ACC_REGISTERS = 232 - OTHER_REGISTERS
-WG_THREADS = 128
 _LEAST_CORRECTED = 2.0**-100
 
 
@@ -52,7 +51,7 @@ def check(
   elif num_accs > 1:
     # Two of 96 registers were slow: 8192^3 at bf16_x3 in 6.4 ms, 5.0 with two of 64.
     sums, what = 1.5 * num_accs, "an accumulator of each group of products"
-  if sums * wg_tile_m * wg_tile_n // WG_THREADS > registers:
+  if sums * wg_tile_m * wg_tile_n // tiles.WG_THREADS > registers:
     return f"{what} of {wg_tile_m}x{wg_tile_n} a warpgroup exceeds its registers"
   return None
 
@@ -61,7 +60,7 @@ def fits(
     sums: int, shape: tuple[int, int], registers: int = MAX_ACC_REGISTERS
 ) -> bool:
   """Whether a warpgroup holds that many sums of a tile [rows, cols]."""
-  return sums * shape[0] * shape[1] // WG_THREADS <= registers
+  return sums * shape[0] * shape[1] // tiles.WG_THREADS <= registers
 
 
 def sum_over_k(

@@ -67,7 +67,7 @@ def num_rounds(problem: Problem, config: DirectConfig) -> int:
   """How often a thread waits for its loads, one group of k tiles after the other."""
   chunks = (config.tile_m + config.tile_n) * config.tile_k // register_loads.CHUNK
   slots = num_slots(problem, config)
-  rounds = tiles.cdiv(slots * chunks, LOADS_AT_ONCE * register_loads.WG_THREADS)
+  rounds = tiles.cdiv(slots * chunks, LOADS_AT_ONCE * tiles.WG_THREADS)
   return rounds * tiles.cdiv(tiles.cdiv(problem.k, config.tile_k), slots)
 
 

@@ -39,7 +39,6 @@ import numpy as np
 from pallas_kernels import tiles
 
 MAX_CTAS = 8  # Of a cluster, on every GPU that has clusters.
-WG_THREADS = 128
 VECTOR = 4  # Sums that a thread sends at once: 16 bytes.
 MIN_COLS = 16  # Narrowest share; the epilogue stores 32 bytes of a row or more.
 Ref = Any
@@ -83,8 +82,8 @@ class Exchange:
     )
     if self.emulated:
       return {"free": barrier, "parked": barrier}
-    vectors = self.rows * self.share_cols // (WG_THREADS * VECTOR)
-    shape = (self.num_wgs, self.size, vectors, WG_THREADS, VECTOR)
+    vectors = self.rows * self.share_cols // (tiles.WG_THREADS * VECTOR)
+    shape = (self.num_wgs, self.size, vectors, tiles.WG_THREADS, VECTOR)
     return {
         "free": barrier,
         "inbox": plgpu.SMEM(shape, jnp.float32),
@@ -175,7 +174,7 @@ def _send(acc, inbox: Ref, barrier: Ref, rank, num_shares: int) -> None:
   """Sends each share of `acc` to its CTA; `rank` is this one's."""
   _, vectors, *_ = inbox.shape
   width = acc.shape[1] // num_shares
-  vector_bytes = WG_THREADS * VECTOR * 4
+  vector_bytes = tiles.WG_THREADS * VECTOR * 4
   part_bytes = vectors * vector_bytes
 
   @plgpu.inline_mgpu(
@@ -257,7 +256,7 @@ def _address_in(cta: int, ref: ir.Value) -> ir.Value:
 
 def _thread() -> ir.Value:
   """The thread's index within its warpgroup."""
-  return arith.remui(mgpu.utils.thread_idx(), _i32(WG_THREADS))
+  return arith.remui(mgpu.utils.thread_idx(), _i32(tiles.WG_THREADS))
 
 
 def _one_thread() -> ir.Value:

@@ -21,7 +21,7 @@ Nothing goes through shared memory, and there are no barriers. Where n is small 
 column) and lhs is m-major, the same with the operands in each other's place.
 
 Constraints: see `supports`.
-Source: the column-wise gemv of BLAS libraries, `gemvn` of cuBLAS and MAGMA.
+Source: the gemv of BLAS for a matrix that is not transposed, column by column.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ NAME = "gemv"
 Config = GemvConfig
 MOST_ROWS = 4  # Of lhs. From eight on, tiles of the tensor cores are as fast.
 ROWS = 16  # Of the matrix, loaded at once.
-WG_THREADS = 128
 ITEMSIZES = 2, 4
 MOST_RESIDENT = 8  # CTAs of an SM, if its registers hold what they load:
 LOADED_BYTES = 1 << 17  # so much.
@@ -68,9 +67,9 @@ class Geometry:
   @classmethod
   def of(cls, problem: Problem, splits: int) -> Geometry:
     cols, vector = oriented(problem).n, 16 // problem.itemsize
-    while cols % vector or cols < vector * WG_THREADS:
+    while cols % vector or cols < vector * tiles.WG_THREADS:
       vector //= 2
-    width = vector * WG_THREADS
+    width = vector * tiles.WG_THREADS
     depth = ROWS * tiles.cdiv(num_groups(problem), splits)
     group_bytes = ROWS * width * problem.itemsize
     return cls(vector, width, tiles.cdiv(cols, width), depth, group_bytes)
@@ -102,8 +101,8 @@ def supports(problem: Problem, config: GemvConfig) -> str | None:
         f"gemv takes m up to {MOST_ROWS} with an n-major rhs, or n up to {MOST_ROWS} with"
         f" an m-major lhs, not m={problem.m}, n={problem.n} {problem.layouts}"
     )
-  if product.n < WG_THREADS:
-    return f"gemv wants a matrix of at least {WG_THREADS} columns, not {product.n}"
+  if product.n < tiles.WG_THREADS:
+    return f"gemv wants a matrix of at least {tiles.WG_THREADS} columns, not {product.n}"
   groups = num_groups(problem)
   if not 1 <= config.splits <= groups:
     return (
@@ -186,7 +185,7 @@ def _sums(
         ((zero, zero),) * product.m,
     )
     if left := product.k % ROWS:
-      is_last = (split == config.splits - 1).astype(jnp.int32)
+      is_last = (split == config.splits - 1).astype(jnp.int32)  # One turn, or none.
       sums = lax.fori_loop(
           jnp.int32(0), is_last, lambda _, sums: add(product.k - left, sums, left), sums
       )

@@ -1,7 +1,7 @@
-"""The pass that makes float16 parts (see `halves`), as a kernel: each operand read once.
+"""The pass that makes float16 parts (see `halves`), as kernels.
 
-XLA reads an operand twice, and needs small kernels in between. Here a CTA keeps in its
-registers
+XLA reads an operand twice, and needs small kernels in between. Here one whose rows run
+along k is read once. A CTA keeps in its registers
 
   by_rows    a row, where that runs along k: its largest element, parts and marks
   by_cols    some columns of some rows, where k runs across: parts and marks; the largest
@@ -25,7 +25,6 @@ import jax.numpy as jnp
 from pallas_kernels import halves_of, tiles
 
 NAME = "halves"
-WG_THREADS = 128
 MOST_COLS = 16384  # Of a row that registers hold: 128 elements of each thread.
 ROWS = 8  # Of a CTA that goes by columns.
 
@@ -33,7 +32,7 @@ ROWS = 8  # Of a CTA that goes by columns.
 def serves(shape: tuple[int, ...], along_cols: bool) -> bool:
   """Whether a kernel takes an operand [batch, rows, cols], scaled along cols or rows."""
   _, rows, cols = shape
-  if cols % WG_THREADS:
+  if cols % tiles.WG_THREADS:
     return False
   return cols <= MOST_COLS if along_cols else rows % ROWS == 0
 
@@ -75,7 +74,7 @@ def by_cols(x: jax.Array, largest: jax.Array, *, interpret: Any = None):
   """
   batch, rows, cols = x.shape
   vector = _vector(cols)
-  width = WG_THREADS * vector
+  width = tiles.WG_THREADS * vector
   layout = plgpu.Layout.WG_STRIDED((width,), vec_size=vector)
   bands, chunks = rows // ROWS, cols // width
 
@@ -111,7 +110,7 @@ def by_cols(x: jax.Array, largest: jax.Array, *, interpret: Any = None):
 
 def _vector(cols: int) -> int:
   """Elements that a thread loads at once."""
-  return next(size for size in (4, 2, 1) if cols % (WG_THREADS * size) == 0)
+  return next(size for size in (4, 2, 1) if cols % (tiles.WG_THREADS * size) == 0)
 
 
 def _rounded(x):

@@ -26,7 +26,6 @@ from pallas_kernels import tiles
 from pallas_kernels.integers import const64, i32, i32_type, i64, i64_address, less
 from pallas_kernels.register_loads import (
   CHUNK,
-  WG_THREADS,
   Shift,
   load_16_bytes,
   only_first,
@@ -50,7 +49,7 @@ def pad(
       for x, shape in zip(arrays, shapes, strict=True)
   ]
   units = [x.dtype.itemsize // 2 for x in arrays]  # Of an element, each 16 bits.
-  of_cta = CHUNK * WG_THREADS * AT_ONCE
+  of_cta = CHUNK * tiles.WG_THREADS * AT_ONCE
   counts = [  # CTAs of each array.
       tiles.cdiv(math.prod(shape) * its, of_cta)
       for shape, its in zip(shapes, units, strict=True)
@@ -87,11 +86,11 @@ def _copy(source, target, units: int, cta) -> None:
   cols, out_cols = cols * units, out_cols * units
   per_row = out_cols // CHUNK
   source, target = (i64_address(mgpu.utils.memref_ptr(x)) for x in (source, target))
-  thread = arith.remui(mgpu.utils.thread_idx(), i32(WG_THREADS))
-  first = arith.addi(arith.muli(cta, i32(WG_THREADS * AT_ONCE)), thread)
+  thread = arith.remui(mgpu.utils.thread_idx(), i32(tiles.WG_THREADS))
+  first = arith.addi(arith.muli(cta, i32(tiles.WG_THREADS * AT_ONCE)), thread)
   stores = []
   for i in range(AT_ONCE):
-    piece = arith.addi(first, i32(i * WG_THREADS))
+    piece = arith.addi(first, i32(i * tiles.WG_THREADS))
     out_row = arith.divui(piece, i32(per_row))
     col = arith.muli(arith.subi(piece, arith.muli(out_row, i32(per_row))), i32(CHUNK))
     index = arith.divui(out_row, i32(out_rows))

@@ -36,9 +36,9 @@ import jax.numpy as jnp
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, scf
 
+from pallas_kernels import tiles
 from pallas_kernels.integers import const64, i32, i32_type, i64, i64_address, less
 
-WG_THREADS = 128
 CHUNK = 8  # Elements of 16 bits that a thread stores at once: 16 bytes.
 ROUND = 8  # Chunks of a thread whose loads are under way at once.
 _BLOCK_ROWS, _BLOCK_COLS, _BLOCK_BYTES = 8, 64, 1024
@@ -107,7 +107,7 @@ class _Tile:
     shape = ir.MemRefType(source.type).shape
     self._source = i64_address(mgpu.utils.memref_ptr(source))
     self._last_byte = const64(2 * math.prod(shape) - 1)
-    thread = arith.remui(mgpu.utils.thread_idx(), i32(WG_THREADS))
+    thread = arith.remui(mgpu.utils.thread_idx(), i32(tiles.WG_THREADS))
     row_in_block = arith.andi(arith.shrui(thread, i32(3)), i32(7))
     second = arith.shrui(thread, i32(6))  # Of each two blocks.
     chunk = arith.andi(thread, i32(7))

@@ -21,9 +21,9 @@ import jax.numpy as jnp
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
+from pallas_kernels import tiles
 from pallas_kernels.integers import const64, i32, i32_type, i64, i64_address
 
-WG_THREADS = 128
 MAX_BYTES = 16  # That a thread stores at once.
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 Ref = Any
@@ -55,7 +55,7 @@ def store(piece, slot: Ref, out_gmem: Ref, row, col) -> None:
     )
     mgpu.utils.warpgroup_barrier()
     per_row = cols // width
-    thread = arith.remui(mgpu.utils.thread_idx(), i32(WG_THREADS))
+    thread = arith.remui(mgpu.utils.thread_idx(), i32(tiles.WG_THREADS))
     first_row = arith.divui(thread, i32(per_row))
     lane_col = arith.muli(arith.remui(thread, i32(per_row)), i32(width))
     start = arith.addi(arith.muli(first_row, i32(pitch)), lane_col)
@@ -63,7 +63,7 @@ def store(piece, slot: Ref, out_gmem: Ref, row, col) -> None:
         mgpu.utils.memref_ptr(slot), [arith.muli(start, i32(itemsize))],
         ir.IntegerType.get_signless(8),
     )
-    step = WG_THREADS // per_row  # Rows that the warpgroup writes at once.
+    step = tiles.WG_THREADS // per_row  # Rows that the warpgroup writes at once.
     found = [
         words.load(slot_address, i * step * pitch * itemsize) for i in range(rows // step)
     ]
@@ -85,7 +85,7 @@ def store(piece, slot: Ref, out_gmem: Ref, row, col) -> None:
 def _width(rows: int, cols: int, num_cols: int, itemsize: int) -> int:
   """Elements that a thread stores at once."""
   width = MAX_BYTES // itemsize
-  while num_cols % width or cols % width or WG_THREADS * width > rows * cols:
+  while num_cols % width or cols % width or tiles.WG_THREADS * width > rows * cols:
     width //= 2
   return width
 

@@ -97,7 +97,7 @@ def _check_loads(problem: Problem, config: PersistentConfig) -> str | None:
         f"pad=False: num_stages={config.num_stages} must be a multiple of"
         f" {LOADING_PRODUCERS}, the number of producers"
     )
-  sums = config.tile_m * config.tile_n // accumulate.WG_THREADS
+  sums = config.tile_m * config.tile_n // tiles.WG_THREADS
   if sums * (2 if config.promote else 1) > MAX_UNTRADED_SUMS:
     return (
         f"pad=False: sums of {config.tile_m}x{config.tile_n} leave too few registers"

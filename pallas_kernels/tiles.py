@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.problem import ALGORITHMS, OUT_DTYPES, Problem
 
+WG_THREADS = 128  # Of a warpgroup.
 SWIZZLE_BYTES = 128
 SMEM_LIMIT_BYTES = 232448  # What one CTA may have on Hopper.
 BARRIER_BYTES = 1024  # Room for every mbarrier of a kernel, one alignment unit.

@@ -18,7 +18,7 @@ from tests import kernel_cases
 from tests.kernel_cases import emulate, make_problem, mostly_slow
 
 H200 = known_device("NVIDIA H200")
-EXACT = 1.5e-7  # Sums of 16 products are rounded at each step, and their sum once.
+ROUNDING = 2.0**-24  # Of a float32 result: no error is asked to be below that.
 
 # (m, n, k, layouts, splits): whole vectors of four, two and one; ends of k and of columns
 # that fill no group; a column in place of a row.
@@ -33,8 +33,21 @@ def of(m, n, k, layouts="NN", **fields):
   return make_problem(m, n, k, layouts, "float32", algorithm="bf16_x6", **fields)
 
 
-def error(found, problem, operands) -> float:
-  return reference.relative_error(found, kernel_cases.truth(problem, operands))
+def check(found, problem, operands) -> None:
+  """Asserts that the error is at most twice that of a product in float32 (of BLAS).
+
+  The result of that is rounded as this one's, and 16-bit operands are exact in float32.
+  """
+  truth = kernel_cases.truth(problem, operands)
+  lhs, rhs, *c = (np.asarray(x).astype(np.float32) for x in operands)
+  if problem.lhs_layout == "m-major":
+    lhs = lhs.swapaxes(1, 2)
+  if problem.rhs_layout == "k-major":
+    rhs = rhs.swapaxes(1, 2)
+  epilogue = problem.epilogue
+  plain = epilogue.alpha * (lhs @ rhs) + sum(epilogue.beta * x for x in c)
+  baseline = reference.relative_error(jnp.asarray(plain, problem.out_dtype), truth)
+  assert reference.relative_error(found, truth) <= 2 * max(baseline, ROUNDING)
 
 
 @pytest.mark.parametrize("case", mostly_slow(CASES, 4), ids=str)
@@ -44,7 +57,7 @@ def test_as_exact_as_float32(case):
   operands = kernel_cases.random_operands(problem)
   found = emulate("gemv", problem, GemvConfig(splits), operands)
   assert found.shape == problem.out_shape and found.dtype == jnp.float32
-  assert error(found, problem, operands) < EXACT
+  check(found, problem, operands)
 
 
 @pytest.mark.parametrize("dtype", mostly_slow(["bfloat16", "float16"]))
@@ -55,7 +68,7 @@ def test_16_bits(dtype, sizes):
   problem = make_problem(*sizes, dtype=dtype, out_dtype="float32")
   operands = kernel_cases.random_operands(problem)
   found = emulate("gemv", problem, GemvConfig(2), operands)
-  assert error(found, problem, operands) < EXACT
+  check(found, problem, operands)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +79,7 @@ def test_batches(sizes, shared):
   problem = of(*sizes, batch=3, **shared)
   operands = kernel_cases.random_operands(problem)
   found = emulate("gemv", problem, GemvConfig(2), operands)
-  assert error(found, problem, operands) < EXACT
+  check(found, problem, operands)
 
 
 @pytest.mark.parametrize("out_dtype", mostly_slow(["bfloat16", "float16"]))
@@ -76,8 +89,8 @@ def test_epilogue(sizes, out_dtype):
   problem = of(*sizes, out_dtype=out_dtype, epilogue=epilogue)
   operands = kernel_cases.random_operands(problem)
   found = emulate("gemv", problem, GemvConfig(3), operands)
-  rounding = float(jnp.finfo(out_dtype).eps)
-  assert found.dtype == out_dtype and error(found, problem, operands) < rounding
+  assert found.dtype == out_dtype
+  check(found, problem, operands)
 
 
 def test_layers_take_it(rng):
@@ -91,9 +104,13 @@ def test_layers_take_it(rng):
   with jaxgemm.emulate():
     assert "gemv" in str(jaxgemm.explain(layer, x, w, b))
     found = jax.jit(jax.value_and_grad(lambda *a: layer(*a).sum(), (0, 1, 2)))(x, w, b)
-  wanted = jax.value_and_grad(lambda *a: plain(*a).sum(), (0, 1, 2))(x, w, b)
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5),
-               found, wanted)
+  gradient = jax.value_and_grad(lambda *a: plain(*a).sum(), (0, 1, 2))
+  baseline = jax.jit(gradient)(x, w, b)
+  with jax.enable_x64(True):
+    truth = gradient(*(jnp.asarray(np.asarray(a), jnp.float64) for a in (x, w, b)))
+  for ours, xla, exact in zip(*map(jax.tree.leaves, (found, baseline, truth)), strict=True):
+    bound = 2 * max(reference.relative_error(xla, exact), ROUNDING)
+    assert reference.relative_error(ours, exact) <= bound
 
 
 def test_sums_lose_nothing_that_cancels():
@@ -152,9 +169,10 @@ def test_plans(algorithm):
 @pytest.mark.parametrize("sizes", [(1, 6144, 4096), (1, 4097, 997), (1, 1 << 20, 16)])
 def test_candidates_leave_no_split_empty(sizes):
   found = [c for c in heuristics.candidates(of(*sizes), H200) if c.kernel == "gemv"]
-  assert found and all(c.config.splits >= 1 for c in found)
-  deepest = gemv.Geometry.of(of(*sizes), found[0].config.splits).depth
-  assert deepest % gemv.ROWS == 0
+  assert found
+  for splits in (c.config.splits for c in found):
+    depth = gemv.Geometry.of(of(*sizes), splits).depth
+    assert (splits - 1) * depth < sizes[2] <= splits * depth
 
 
 @pytest.mark.parametrize("splits", [1, 3])
@@ -175,7 +193,7 @@ def test_gpu_as_exact_as_float32(m, n, layouts, batch):
       groups = gemv.num_groups(problem)
       for splits in {1, groups}:
         found = gemv.launch(operands, problem, GemvConfig(splits), num_sms=132)
-        assert error(found, problem, operands) < EXACT
+        check(found, problem, operands)
 
 
 @pytest.mark.gpu
@@ -187,7 +205,7 @@ def test_gpu_16_bits(m, n, dtype):
   operands = kernel_cases.random_operands(problem)
   for splits in (1, 63):
     found = gemv.launch(operands, problem, GemvConfig(splits), num_sms=132)
-    assert error(found, problem, operands) < EXACT
+    check(found, problem, operands)
 
 
 @pytest.mark.gpu
@@ -195,4 +213,4 @@ def test_gpu_more_than_2_to_the_16_products():
   problem = of(1, 128, 16, batch=70_000)
   operands = kernel_cases.random_operands(problem)
   found = gemv.launch(operands, problem, GemvConfig(), num_sms=132)
-  assert error(found, problem, operands) < EXACT
+  check(found, problem, operands)
