@@ -108,7 +108,8 @@ def test_layers_take_it(rng):
   baseline = jax.jit(gradient)(x, w, b)
   with jax.enable_x64(True):
     truth = gradient(*(jnp.asarray(np.asarray(a), jnp.float64) for a in (x, w, b)))
-  for ours, xla, exact in zip(*map(jax.tree.leaves, (found, baseline, truth)), strict=True):
+  leaves = map(jax.tree.leaves, (found, baseline, truth))
+  for ours, xla, exact in zip(*leaves, strict=True):
     bound = 2 * max(reference.relative_error(xla, exact), ROUNDING)
     assert reference.relative_error(ours, exact) <= bound
 

@@ -12,7 +12,7 @@ from pallas_kernels.halves_of import ENDLESS, LOSES, SMALL
 from tests import kernel_cases
 from tests.kernel_cases import make_problem
 
-SHAPES = [(1, 3, 128), (2, 16, 256), (1, 32, 384), (3, 48, 1536)]
+SHAPES = [(1, 3, 128), (2, 8, 128), (2, 16, 256), (1, 32, 384), (3, 48, 1536)]
 
 
 def operand(shape, seed=0) -> jax.Array:
