@@ -114,6 +114,10 @@ _DIRECT_TILES = ((64, 64), (128, 64), (64, 128), (64, 32), (64, 16))
 # The other side and the consumers of tiles whose one side fits a narrow result: rows, or
 # columns where the operands change places.
 _OTHER_SIDES = ((64, 1), (128, 1), (128, 2), (256, 2))
+# Rows, consumers and wg_dim of tiles whose columns are to fill rounds of the SMs.
+_FILLING_ROWS = (
+    (64, 1, "m"), (128, 1, "m"), (128, 2, "m"), (256, 2, "m"), (192, 3, "m"),
+)
 _MOST_SHIFTED = 4  # k tiles that direct shifts; with six it took up to 6 times as long.
 _NARROW = 512  # Rows, or columns, of a result that tiles are to fit.
 _MOST_SPLIT = 1024  # Columns where lhs is split in registers, anew for each tile of them.
@@ -121,12 +125,13 @@ _SPLITS_K = 1 << 19  # Elements of a result: of fewer, cuBLAS splits k.
 _LEAST_STAGES = 4  # Where consumers split lhs: one slot is split, one multiplied.
 _LEAST_HALVES = 1 << 17  # Elements of a result from float16 parts.
 _MAX_STAGES = 16
+_ENOUGH_STAGES = 4
 # k tiles of 64 whose sum the tensor cores truncate by 1e-5: by no more than XLA's own
 # BF16_BF16_F32_X3 is off in all (1.4e-5).
 _MOST_TRUNCATED = 128
 _LEAST_TF32 = 16  # XLA multiplies smaller float32 operands without tensor cores.
 _BIG_TILE = 128 * 192  # From here on multicast has been seen to win.
-_WORTH_SHARING = 4  # Candidates.
+_WORTH_SHARING = 16  # Candidates.
 
 
 def _configs(problem: Problem, device: Device) -> Iterator[tuple[str, Config]]:
@@ -149,10 +154,15 @@ def _configs(problem: Problem, device: Device) -> Iterator[tuple[str, Config]]:
       soon = _num_tiles(problem, tile_m, tile_n) <= 8 * device.num_sms
       if soon and not _wasteful(problem, tile_m, tile_n):
         yield "direct", DirectConfig(tile_m, tile_n, tile_k, promote)
-  for shape in (*_PERSISTENT_TILES, *_PING_PONG_TILES, *_fitted_tiles(problem)):
-    yield from _specialised(problem, problem, device, (*shape, False))
-  for shape in _swapped_tiles(problem):
-    yield from _specialised(problem, problem.transposed, device, (*shape, True))
+  usual = (*_PERSISTENT_TILES, *_PING_PONG_TILES, *_fitted_tiles(problem))
+  swapped = tuple(_swapped_tiles(problem))
+  for product, swap, shapes in (
+      (problem, False, usual), (problem.transposed, True, swapped)
+  ):
+    for shape in shapes:
+      yield from _specialised(problem, product, device, (*shape, swap))
+    for shape in _filling_tiles(product, device) - set(shapes):
+      yield from _specialised(problem, product, device, (*shape, swap), splits=False)
 
 
 def _gemv_configs(
@@ -260,6 +270,28 @@ def _swapped_tiles(problem: Problem) -> Iterator[tuple[int, int, int, str]]:
         yield cols, rows, consumers, "m"
 
 
+def _filling_tiles(
+    product: Problem, device: Device
+) -> set[tuple[int, int, int, str]]:
+  """Tiles as narrow as they may be for all SMs to do them in one round, two, or three.
+
+  Source: the tiles of cuBLAS's kernels for Hopper (192x176, 152x128, 128x304, ...), as
+  their names tell.
+  """
+  if product.itemsize != 2:
+    return set()
+  step, found = tiles.rhs_step(product), set()
+  for rows, consumers, wg_dim in _FILLING_ROWS:
+    of_rows = product.batch * tiles.cdiv(product.m, rows)
+    for sms in (device.num_sms, device.ctas_at_once(4)):
+      for rounds in (1, 2, 3):
+        if (most := rounds * sms // of_rows) > 0:
+          cols = tiles.round_up(tiles.cdiv(product.product_n, most), step)
+          if 32 <= cols <= specialised.MAX_TILE_N:
+            found.add((rows, cols, consumers, wg_dim))
+  return found
+
+
 def _equal_parts(size: int, step: int) -> set[int]:
   """Sides of tiles, multiples of `step`, of which one to four cover `size`."""
   parts = range(tiles.cdiv(size, specialised.MAX_TILE_N), 5)
@@ -267,11 +299,13 @@ def _equal_parts(size: int, step: int) -> set[int]:
 
 
 def _specialised(
-    problem: Problem, product: Problem, device: Device, shape: _Shape, **fields,
+    problem: Problem, product: Problem, device: Device, shape: _Shape, *,
+    splits: bool = True, **fields,
 ) -> Iterator[tuple[str, Config]]:
   """The warp-specialised configs of a tile of `product`: the problem, or transposed.
 
-  `fields` are those of a config that say how operands are split.
+  `splits` asks for those that split k, too; `fields` are those of a config that say how
+  operands are split.
   """
   tile_m, tile_n, _, wg_dim, swap = shape
   tile_k, split_lhs = _tile_k(problem, fields), fields.get("split_lhs", False)
@@ -287,19 +321,20 @@ def _specialised(
     promote = promotion(problem, k_steps, split_lhs=split_lhs)
     config = _staged(like, shape, promote, **fields)
     yield from _with_loads(problem, "persistent", config)
-  if wg_dim == "m":  # The others have been seen never to win where k is split.
+  # Others have been seen never to win where k is split.
+  if splits and wg_dim == "m":
     waves = 2 if parts.is_split(problem) else 1
     # With split_lhs, tiles take long.
-    for splits, cluster_k in _splits(
+    for count, cluster_k in _splits(
         device, num_tiles, k_steps, waves, balances=split_lhs
     ):
       # To transpose partial sums may take longer than all else, and gained at most 4%.
-      turned = swap and splits > cluster_k and not parts.is_split(problem)
-      if num_tiles * splits >= enough and not turned:
+      turned = swap and count > cluster_k and not parts.is_split(problem)
+      if num_tiles * count >= enough and not turned:
         fewer = promotion(
-            problem, tiles.cdiv(k_steps, splits), split_lhs=split_lhs
+            problem, tiles.cdiv(k_steps, count), split_lhs=split_lhs
         )
-        config = _staged(like, shape, fewer, splits, cluster_k, **fields)
+        config = _staged(like, shape, fewer, count, cluster_k, **fields)
         yield from _with_loads(problem, "split_k", config)
 
 
@@ -328,6 +363,9 @@ def _staged(
     config = SplitKConfig(**fields, num_stages=0, splits=splits, cluster_k=cluster_k)
   slot = specialised.slot_bytes(like, config)
   stages = (tiles.SMEM_LIMIT_BYTES - kernel.smem_bytes(like, config)) // slot
+  if stages < _ENOUGH_STAGES:  # Rather one more than a result stored in large pieces.
+    more = dataclasses.replace(config, num_stages=stages + 1)
+    stages += kernel.smem_bytes(like, more) <= tiles.SMEM_LIMIT_BYTES
   return dataclasses.replace(config, num_stages=min(_MAX_STAGES, stages))
 
 

@@ -11,7 +11,7 @@ import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import activations, lhs_registers, operand_tiles, parts
+from pallas_kernels import activations, lhs_registers, operand_tiles, parts, tiles
 from pallas_kernels import epilogue as epilogues
 from pallas_kernels.halves import Halves
 from pallas_kernels.problem import Config, Problem
@@ -78,7 +78,7 @@ class Call:
 def make_call(
     operands, problem: Problem, config: Config, *, stored_cols: int, num_wgs: int,
     interpret, result: Problem | None = None, by_registers: bool = False,
-    halves: Halves | None = None,
+    halves: Halves | None = None, room: int = tiles.SMEM_LIMIT_BYTES,
 ) -> Call:
   """Prepares operands (lhs, rhs[, c][, biases], or scales) for a kernel.
 
@@ -94,6 +94,7 @@ def make_call(
       m, n, out_dtype, algorithm and epilogue count.
     by_registers: whether registers, not TMA, bring the operands and take the result.
     halves: the operands' float16 parts, where these are multiplied.
+    room: bytes of shared memory that the ring leaves.
   """
   result = result or problem
   emulated = interpret is not None
@@ -120,7 +121,7 @@ def make_call(
     )
   epilogue = epilogues.make_epilogue(
       result, stored_cols, num_wgs, emulated=emulated,
-      transposed=getattr(config, "swap", False), by_registers=by_registers,
+      transposed=getattr(config, "swap", False), by_registers=by_registers, room=room,
   )
   epilogue = dataclasses.replace(epilogue, scales=facts)
   by_name |= epilogues.prepare_biases(epilogue, operands)
@@ -128,13 +129,19 @@ def make_call(
   return Call(result, prepared, epilogue, inputs, interpret, by_name)
 
 
+def epilogue_bytes(*args, room: int = tiles.SMEM_LIMIT_BYTES, **kwargs) -> int:
+  """Shared memory on the chip of the epilogue that `room` has slots for."""
+  found = _epilogue_bytes(*args, **kwargs)
+  return next((each for each in found if each <= room), found[-1])
+
+
 @functools.lru_cache(maxsize=1024)  # A plan asks for the same few again and again.
-def epilogue_bytes(
+def _epilogue_bytes(
     problem: Problem, wg_tile_n: int, num_wgs: int, transposed: bool = False,
     by_registers: bool = False,
-) -> int:
-  """Shared memory of the epilogue of such a kernel on the chip."""
-  return epilogues.make_epilogue(
+) -> list[int]:
+  found = epilogues.epilogues(
       problem, wg_tile_n, num_wgs, emulated=False, transposed=transposed,
       by_registers=by_registers,
-  ).smem_bytes
+  )
+  return [each.smem_bytes for each in found]

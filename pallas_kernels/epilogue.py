@@ -2,9 +2,9 @@
 
 Or alpha, the activation's slopes at c, cast, store.
 
-The result leaves in pieces of 64 rows x `piece_cols` columns. Each piece goes
-from registers into a staging slot in shared memory and from there to GMEM, in
-one of three ways (`Staging.way`):
+The result leaves in pieces of 64 rows x up to 128 bytes. Where those do not divide the tile, the last one begins earlier: what it has in common with the one before is stored
+twice, the same bits each time. Each piece goes from registers into a staging slot in
+shared memory and from there to GMEM, in one of three ways (`Staging.way`):
 
   flat    a TMA copy from an untiled view of the slot: any m and n whose row
           stride is a multiple of 16 bytes (TMA clips what lies outside);
@@ -46,12 +46,34 @@ Ref = Any
 Refs = tuple[Ref, ...]
 
 
-def piece_cols(tile_n: int, itemsize: int) -> int:
-  """Columns of a piece: at most 128 bytes of them, dividing the tile."""
-  cols = min(tile_n, tiles.SWIZZLE_BYTES // itemsize)
-  while tile_n % cols or (cols * itemsize) & (cols * itemsize - 1):
-    cols -= 8
-  return cols
+def _piece_cols(tile_n: int, itemsize: int) -> list[int]:
+  """Columns that a piece may have, the most first: 128 bytes, or a half or less.
+
+  Each piece costs a barrier, and short rows fill no line of memory. So pieces may have
+  up to a third of the tile's columns in common.
+  """
+  found = [tiles.SWIZZLE_BYTES // itemsize >> i for i in range(4)]
+  found = [
+      cols for cols in found
+      if cols <= tile_n and 3 * (tiles.round_up(tile_n, cols) - tile_n) <= tile_n
+  ]
+  return found[:1] if tile_n % found[0] == 0 else found
+
+
+def _piece_rows(tile_n: int) -> list[int]:
+  """The same, of rows of a piece that is stored transposed."""
+  least = tiles.cdiv(tile_n, PIECE_ROWS)
+  found = {
+      tiles.round_up(tiles.cdiv(tile_n, count), 8)
+      for count in range(least, tile_n // 16 + 1)
+  }
+  return [PIECE_ROWS] if tile_n % PIECE_ROWS == 0 else sorted(found, reverse=True)
+
+
+def _starts(size: int, step: int) -> list[tuple[int, int]]:
+  """(where it begins, what the last one has of it) of pieces of `step` of `size`."""
+  starts = [min(start, size - step) for start in range(0, size, step)]
+  return [(start, i * step - start) for i, start in enumerate(starts)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +136,7 @@ class Epilogue:
   problem: Problem
   out: Staging
   c: Staging | None
+  divided: bool = True  # Into pieces that have nothing in common.
   transposed: bool = False
   scales: Scales | None = None
 
@@ -150,7 +173,7 @@ class Epilogue:
       self, c_gmem: Refs, refs, *, shape: tuple[int, int], wg, batch, row, col
   ) -> None:
     """Starts to load the first pieces of each c for a tile of `shape` at (row, col)."""
-    for n, (i, j) in enumerate(self._pieces(shape)[:NUM_SLOTS]):
+    for n, (i, j, _) in enumerate(self._pieces(shape)[:NUM_SLOTS]):
       self._start_c(c_gmem, refs, n, wg=wg, batch=batch, row=row + i, col=col + j)
 
   def store(
@@ -173,9 +196,9 @@ class Epilogue:
       self.prefetch(c_gmem, refs, shape=(rows, cols), **at)
     index, starts = 0, self._pieces((rows, cols))
     step = self.out.rows if self.transposed else self.out.cols
-    for n, (i, j) in enumerate(starts):
+    for n, (i, j, stored) in enumerate(starts):
       at = (col + j, row + i) if self.transposed else (row + i, col + j)
-      to = dict(slots=refs["out_slots"], wg=wg, row=at[0], col=at[1])
+      to = dict(slots=refs["out_slots"], wg=wg, row=at[0], col=at[1], stored=stored)
       pieces = []
       for begin, bias, saved in zip(
           range(j, acc.shape[1], cols), BIASES, OTHERS, strict=False
@@ -210,14 +233,18 @@ class Epilogue:
         index += 1
       ahead = n + NUM_SLOTS
       if ahead < len(starts):  # Every thread has read the slot: the store has a barrier.
-        i, j = starts[ahead]
+        i, j, _ = starts[ahead]
         self._start_c(c_gmem, refs, ahead, wg=wg, batch=batch, row=row + i, col=col + j)
 
-  def _pieces(self, shape: tuple[int, int]) -> list[tuple[int, int]]:
-    """Where the pieces of a tile begin, in the order of their stores."""
+  def _pieces(self, shape: tuple[int, int]) -> list[tuple[int, int, int]]:
+    """Where the pieces of a tile begin, in the order of their stores.
+
+    And the columns of each that the one before has stored.
+    """
     step = self.out.rows if self.transposed else self.out.cols
+    cols = _starts(shape[1], step)
     return [
-        (i, j) for i in range(0, shape[0], PIECE_ROWS) for j in range(0, shape[1], step)
+        (i, j, stored) for i in range(0, shape[0], PIECE_ROWS) for j, stored in cols
     ]
 
   def _add_bias(self, piece, bias_gmem: Ref, row, col):
@@ -233,7 +260,7 @@ class Epilogue:
     bias = bias.astype(jnp.float32)
     return piece + lax.broadcast_in_dim(bias, piece.shape, (dim,))
 
-  def _store_piece(self, piece, out_gmem, slots, *, wg, index, row, col):
+  def _store_piece(self, piece, out_gmem, slots, *, wg, index, row, col, stored):
     piece = piece.astype(jnp.dtype(self.problem.out_dtype))
     if self.out.way == "masked":
       register_stores.store(piece, slots.at[wg], out_gmem, row, col)
@@ -249,9 +276,15 @@ class Epilogue:
     else:
       registers[wg, slot] = piece
     plgpu.commit_smem()
+    skipped = [0, 0]
+    if self.transposed:
+      skipped[0] = stored
+    elif self.out.way == "tiled":
+      skipped[1] = stored  # To store the same bits twice is a race there.
+    rows, cols = self.out.rows - skipped[0], self.out.cols - skipped[1]
     plgpu.copy_smem_to_gmem(
-        tma.at[wg, slot],
-        out_gmem.at[pl.ds(row, self.out.rows), pl.ds(col, self.out.cols)],
+        tma.at[wg, slot, pl.ds(skipped[0], rows), pl.ds(skipped[1], cols)],
+        out_gmem.at[pl.ds(row + skipped[0], rows), pl.ds(col + skipped[1], cols)],
     )
 
   def _start_c(self, c_gmem: Refs, refs, n: int, *, wg, batch, row, col) -> None:
@@ -282,44 +315,59 @@ class Epilogue:
       plgpu.wait_smem_to_gmem(0)
 
 
-def make_epilogue(
+def epilogues(
     problem: Problem, wg_tile_n: int, num_wgs: int, *, emulated: bool,
     transposed: bool = False, by_registers: bool = False,
-) -> Epilogue:
-  """Chooses the way of the store from the row stride of the result.
+) -> list[Epilogue]:
+  """Epilogues of pieces of several sizes, where those do not divide the tile; or one.
 
-  `by_registers` asks for the masked way whatever the stride. The emulator has neither
-  alignment rules nor the masked store's instructions: it always takes the tiled way.
+  That of the largest comes first: it should be taken if there is room for its slots.
+  The way of the store follows from the row stride of the result; `by_registers` asks for
+  the masked way whatever the stride. The emulator has neither alignment rules nor the
+  masked store's instructions: it always takes the tiled way.
   """
   copied = "tiled" if emulated else "flat"
+  dtype, c_dtype = problem.out_dtype, problem.epilogue.c_dtype
   if transposed:
-    cols = tiles.swizzle_elems(problem.out_dtype)
-    rows = max(r for r in range(8, PIECE_ROWS + 1, 8) if wg_tile_n % r == 0)
-    out = Staging(copied, problem.out_dtype, cols, num_wgs, rows)
-    return Epilogue(problem, out, None, transposed=True)
-  masked = by_registers or problem.n % tiles.tma_stride_elems(problem.out_dtype)
-  out = Staging(
-      "masked" if masked and not emulated else copied, problem.out_dtype,
-      piece_cols(wg_tile_n, problem.out_itemsize), num_wgs,
-  )
-  c_dtype = problem.epilogue.c_dtype
-  if c_dtype is None:
-    return Epilogue(problem, out, None)
-  # A wider c takes narrower pieces; both then have the same columns.
-  itemsize = max(jnp.dtype(c_dtype).itemsize, problem.out_itemsize)
-  cols = piece_cols(wg_tile_n, itemsize)
-  if problem.epilogue.slopes == 2 and cols >= 32:
-    cols //= 2  # Three arrays have slots, which the ring would lack.
-  c = Staging(copied, c_dtype, cols, num_wgs)
-  return Epilogue(problem, dataclasses.replace(out, cols=cols), c)
+    cols = tiles.swizzle_elems(dtype)
+    return [
+        Epilogue(
+            problem, Staging(copied, dtype, cols, num_wgs, rows), None, transposed=True
+        )
+        for rows in _piece_rows(wg_tile_n)
+    ]
+  masked = by_registers or problem.n % tiles.tma_stride_elems(dtype)
+  way, itemsize = "masked" if masked and not emulated else copied, problem.out_itemsize
+  if c_dtype is not None:  # A wider c takes narrower pieces: both have the same columns.
+    itemsize = max(jnp.dtype(c_dtype).itemsize, itemsize)
+  found = []
+  for cols in _piece_cols(wg_tile_n, itemsize):
+    if problem.epilogue.slopes == 2 and cols >= 32:
+      cols //= 2  # Three arrays have slots, which the ring would lack.
+    found.append(Epilogue(
+        problem, Staging(way, dtype, cols, num_wgs),
+        None if c_dtype is None else Staging(copied, c_dtype, cols, num_wgs),
+        divided=wg_tile_n % cols == 0,
+    ))
+  return found
+
+
+def make_epilogue(
+    *args, room: int = tiles.SMEM_LIMIT_BYTES, **kwargs
+) -> Epilogue:
+  """The first of `epilogues` that `room`, in bytes of shared memory, has slots for."""
+  found = epilogues(*args, **kwargs)
+  return next((each for each in found if each.smem_bytes <= room), found[-1])
 
 
 def prepare_biases(epilogue: Epilogue, operands) -> dict[str, jax.Array]:
   """The biases [n], the last of the operands, by name; padded to whole pieces."""
-  problem = epilogue.problem
+  problem, cols = epilogue.problem, epilogue.bias_cols
   if not problem.epilogue.has_bias:
     return {}
-  pad = tiles.round_up(problem.n, epilogue.bias_cols) - problem.n
+  pad = tiles.round_up(problem.n, cols) - problem.n
+  if not epilogue.divided:  # Any column may be the first of a piece.
+    pad += cols
   biases = operands[-1 - problem.epilogue.gated :]
   return {
       name: lax.pad(x, jnp.zeros((), x.dtype), ((0, pad, 0),)) if pad else x

@@ -130,6 +130,7 @@ def _launch(
       swapped(operands, config), specialised.multiplied(problem, config), config,
       stored_cols=specialised.stored_cols(problem, config), num_wgs=config.consumers,
       interpret=interpret, result=problem, halves=split,
+      room=specialised.epilogue_room(problem, config),
   )
   return run(
       call, specialised.multiplied(problem, config), config, name=NAME, num_sms=num_sms,

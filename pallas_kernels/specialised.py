@@ -164,16 +164,27 @@ def _check_tile(product: Problem, config: PersistentConfig) -> str | None:
   return reason
 
 
-def smem_bytes(problem: Problem, config: PersistentConfig) -> int:
-  """Shared memory of one CTA: the ring, the staging slots, the barriers."""
-  ring = config.num_stages * slot_bytes(problem, config)
+def smem_bytes(
+    problem: Problem, config: PersistentConfig, others: int = 0
+) -> int:
+  """Shared memory of one CTA: the ring, the staging slots, the barriers, and `others`."""
+  room = epilogue_room(problem, config, others)
   transposed = config.swap
   if config.split_lhs and config.swap:  # The transposed product, stored as it is.
     problem, transposed = problem.transposed, False
   epilogue = calls.epilogue_bytes(
-      problem, stored_cols(problem, config), config.consumers, transposed
+      problem, stored_cols(problem, config), config.consumers, transposed, room=room
   )
-  return ring + epilogue + tiles.BARRIER_BYTES
+  return tiles.SMEM_LIMIT_BYTES - room + epilogue
+
+
+def epilogue_room(
+    problem: Problem, config: PersistentConfig, others: int = 0
+) -> int:
+  """Shared memory that the ring, the barriers and `others` leave; less than 0: too much.
+  """
+  ring = config.num_stages * slot_bytes(problem, config)
+  return tiles.SMEM_LIMIT_BYTES - ring - tiles.BARRIER_BYTES - others
 
 
 def slot_bytes(problem: Problem, config: PersistentConfig) -> int:

@@ -67,11 +67,14 @@ def supports(problem: Problem, config: SplitKConfig) -> str | None:
 
 def smem_bytes(problem: Problem, config: SplitKConfig) -> int:
   """Shared memory of one CTA of the first kernel, the larger one."""
-  exchange = make_exchange(config, emulated=False)
-  return (
-      specialised.smem_bytes(*_first_kernel(problem, config))
-      + (exchange.smem_bytes if exchange else 0)
+  return specialised.smem_bytes(
+      *_first_kernel(problem, config), _exchange_bytes(config)
   )
+
+
+def _exchange_bytes(config: SplitKConfig) -> int:
+  exchange = make_exchange(config, emulated=False)
+  return exchange.smem_bytes if exchange else 0
 
 
 def make_exchange(config: SplitKConfig, *, emulated: bool) -> Exchange | None:
@@ -140,6 +143,7 @@ def _multiply(operands, problem, config, num_sms, interpret, split) -> jax.Array
       persistent.swapped(operands, config), product, storing,
       stored_cols=exchange.share_cols if exchange else specialised.wg_tile(config)[1],
       num_wgs=config.consumers, interpret=interpret, result=stored, halves=split,
+      room=specialised.epilogue_room(stored, storing, _exchange_bytes(config)),
   )
   k_steps = tiles.cdiv(tiles.cdiv(problem.k, config.tile_k), config.splits)
   sums = config.splits // config.cluster_k

@@ -124,6 +124,13 @@ def test_configs(fields):
   check("persistent", problem, small_config("persistent", **fields))
 
 
+@pytest.mark.parametrize("n", [128, 150, 176, 400])
+def test_tiles_that_pieces_do_not_divide(n):
+  """The bias of a piece whose columns end beyond those of the result."""
+  problem = make_problem(130, n, 128, "NT", epilogue=FULL)
+  check("persistent", problem, small_config("persistent", tile_n=176))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernel", "slopes"), [(kernel, 2) for kernel in TILE_KERNELS] + [("persistent", 1)]

@@ -190,6 +190,15 @@ def test_narrow_tiles(tile_n):
   check("persistent", make_problem(130, 50, 128, "NT"), config)
 
 
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize("tile_n", mostly_slow([176, 80, 48, 112, 208, 240]))
+def test_tiles_that_pieces_do_not_divide(tile_n, swap):
+  """The last piece of a tile stores some of the columns of the one before, once more."""
+  config = small_config("persistent", tile_n=tile_n, swap=swap)
+  m, n = (2 * tile_n, 200) if swap else (200, 2 * tile_n)
+  check("persistent", make_problem(m, n, 136, "NT"), config, num_sms=1)
+
+
 @pytest.mark.parametrize("num_stages", mostly_slow([3, 2, 5]))
 @pytest.mark.parametrize("k", [64, 128, 640])
 def test_rings_longer_and_shorter_than_k(num_stages, k):
