@@ -24,7 +24,6 @@ from pallas_kernels import (
   specialised,
   tiles,
 )
-from pallas_kernels.exchange import MAX_CTAS
 from pallas_kernels.problem import (
   BlockedConfig,
   Config,
@@ -396,28 +395,29 @@ def _multicasts(
     config = candidate.config
     if not isinstance(config, PersistentConfig) or config.cluster > 1 or not config.pad:
       continue
-    product = specialised.multiplied(problem, config)
-    along_m = along_n = ()
+    sizes = []  # Along m and n.
     if crooked:
-      along_m, along_n = (2, 4), (2, 4)
-    elif parts.is_split(problem):  # Each tile brings as many as there are parts.
-      along_m, along_n = (2,), (2,)
-    elif config.tile_m * config.tile_n >= _BIG_TILE:
-      along_m = (2,)
-    if candidate.kernel == "split_k":
-      along_m, along_n = (), along_n[1:]
-    for size in along_m:
-      if _shares_out(product.m, config.tile_m, size):
-        yield candidate.kernel, dataclasses.replace(config, cluster_m=size)
-    for size in along_n:
-      if _shares_out(product.product_n, config.tile_n, size):
-        yield candidate.kernel, dataclasses.replace(config, cluster_n=size)
+      sizes = [(1, 4)]
+      if candidate.kernel != "split_k":
+        sizes = [(2, 1), (4, 1), (1, 2), (1, 4), (2, 2)]
+    elif candidate.kernel != "split_k":
+      if parts.is_split(problem):  # Each tile brings as many as there are parts.
+        sizes = [(2, 1), (1, 2)]
+      elif config.tile_m * config.tile_n >= _BIG_TILE:
+        sizes = [(2, 1)]
+    product = specialised.multiplied(problem, config)
+    for along_m, along_n in sizes:
+      if _shares_out(product.m, config.tile_m, along_m):
+        if _shares_out(product.product_n, config.tile_n, along_n):
+          yield candidate.kernel, dataclasses.replace(
+              config, cluster_m=along_m, cluster_n=along_n
+          )
 
 
 def _shares_out(size: int, tile: int, cluster: int) -> bool:
   """Whether few CTAs of the clusters have no tile."""
   count = tiles.cdiv(size, tile)
-  return count > 1 and tiles.round_up(count, cluster) <= 1.125 * count
+  return cluster == 1 or count > 1 and tiles.round_up(count, cluster) <= 1.125 * count
 
 
 def _num_tiles(problem: Problem, tile_m: int, tile_n: int) -> int:
@@ -446,7 +446,7 @@ def _splits(
     steps = {  # Of the busiest SM.
         splits: tiles.cdiv(num_tiles * splits, device.num_sms)
         * tiles.cdiv(k_steps, splits)
-        for splits in range(1, min(MAX_CTAS, k_steps // 2) + 1)
+        for splits in range(1, min(tiles.MAX_CTAS, k_steps // 2) + 1)
     }
     least = min(steps.values(), default=0)
     found += [
@@ -455,11 +455,11 @@ def _splits(
     ][:1]
   most = min(device.num_sms // num_tiles, k_steps // 2)
   fit = [
-      size for size in range(2, min(most, MAX_CTAS) + 1)
+      size for size in range(2, min(most, tiles.MAX_CTAS) + 1)
       if num_tiles <= device.max_clusters(size)
   ]
   found += [(size, size) for size in fit[-2:]]
-  for size in (4, MAX_CTAS):
+  for size in (4, tiles.MAX_CTAS):
     sums = min(most // size, device.max_clusters(size) // num_tiles)
     if sums >= 2:
       found.append((sums * size, size))

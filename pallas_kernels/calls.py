@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 import dataclasses
 import functools
 from typing import Any
@@ -34,15 +34,16 @@ class Call:
 
   def __call__(
       self, kernel: Callable[..., None], *, name: str, scratch: dict[str, Any], grid: int,
-      num_wgs: int, cluster: int = 1, workspace: dict[str, Any] | None = None,
+      num_wgs: int, cluster: Mapping[str, int] | None = None,
+      workspace: dict[str, Any] | None = None,
   ) -> jax.Array:
     """Returns what the kernel stored: several arrays if the epilogue has other results.
 
     Each input is an array, or a tuple of arrays (the parts of an operand).
-    The grid is `grid` clusters (axis "cta") of `cluster` CTAs (axis "cluster") of
-    `num_wgs` warpgroups (axis "wg"). `c_gmem`, the last input, has none, one or two;
-    `refs` is the scratch by name, the epilogue's, the `workspace` and further inputs
-    (`by_name`) in GMEM included.
+    The grid is `grid` clusters (axis "cta") of as many CTAs as `cluster` says along each
+    of its axes, of `num_wgs` warpgroups (axis "wg"). `c_gmem`, the last input, has none,
+    one or two; `refs` is the scratch by name, the epilogue's, the `workspace` and further
+    inputs (`by_name`) in GMEM included.
     """
     result = self.result
     flat, tree = jax.tree.flatten((self.inputs, self.by_name))
@@ -62,8 +63,8 @@ class Call:
         scratch_types={**scratch, **self.epilogue.scratch()},
         grid=(grid,),
         grid_names=("cta",),
-        cluster=(cluster,),
-        cluster_names=("cluster",),
+        cluster=tuple((cluster or {}).values()),
+        cluster_names=tuple(cluster or {}),
         num_threads=num_wgs,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(

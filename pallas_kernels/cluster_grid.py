@@ -8,7 +8,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from pallas_kernels import tiles
-from pallas_kernels.problem import PersistentConfig, Problem
+from pallas_kernels.problem import ALONG_M, ALONG_N, PersistentConfig, Problem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,9 +84,8 @@ class ClusterGrid:
         index - batch * per_batch, self.tiles_m, self.tiles_n,
         config.grid_minor, config.grid_width,
     )
-    rank = lax.axis_index("cluster")
     if config.cluster_m > 1:
-      mi = mi * config.cluster_m + rank
+      mi = mi * config.cluster_m + lax.axis_index(ALONG_M)
     if config.cluster_n > 1:
-      ni = ni * config.cluster_n + rank
+      ni = ni * config.cluster_n + lax.axis_index(ALONG_N)
     return batch, mi * config.tile_m, ni * self.tile_n

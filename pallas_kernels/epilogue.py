@@ -2,7 +2,8 @@
 
 Or alpha, the activation's slopes at c, cast, store.
 
-The result leaves in pieces of 64 rows x up to 128 bytes. Where those do not divide the tile, the last one begins earlier: what it has in common with the one before is stored
+The result leaves in pieces of 64 rows x up to 128 bytes. Where those do not divide the
+tile, the last one begins earlier: what it has in common with the one before is stored
 twice, the same bits each time. Each piece goes from registers into a staging slot in
 shared memory and from there to GMEM, in one of three ways (`Staging.way`):
 

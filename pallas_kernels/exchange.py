@@ -37,8 +37,8 @@ from jaxlib.mlir.dialects import arith, nvvm, vector
 import numpy as np
 
 from pallas_kernels import tiles
+from pallas_kernels.problem import ALONG_K
 
-MAX_CTAS = 8  # Of a cluster, on every GPU that has clusters.
 VECTOR = 4  # Sums that a thread sends at once: 16 bytes.
 MIN_COLS = 16  # Narrowest share; the epilogue stores 32 bytes of a row or more.
 Ref = Any
@@ -78,7 +78,7 @@ class Exchange:
 
   def scratch(self) -> dict[str, Any]:
     barrier = plgpu.ClusterBarrier(
-        collective_axes=("cluster",), num_arrivals=self.num_wgs
+        collective_axes=(ALONG_K,), num_arrivals=self.num_wgs
     )
     if self.emulated:
       return {"free": barrier, "parked": barrier}
@@ -110,7 +110,7 @@ class Exchange:
 
     `index` counts the tiles of this CTA, and `count` is how many they are.
     """
-    rank = lax.axis_index("cluster")
+    rank = lax.axis_index(ALONG_K)
     plgpu.barrier_wait(refs["free"])
     if self.emulated:
       refs["parts"][lax.axis_index("cta"), rank, wg] = acc

@@ -18,7 +18,7 @@ work while a tile is stored:
   consumer 1                                   | wgmma of tile 1 | epilogue, store
 
 With `pad` false, three producers load what TMA cannot take through registers, k tiles
-in turn. With clusters, two or four neighbours along m share the rhs tile, or neighbours
+in turn. With clusters, two or four neighbours along m share the rhs tile, and neighbours
 along n the lhs tile: each loads its part of it and multicasts it to all.
 
 Barriers: see `ring`. Constraints: see `specialised`.
@@ -73,13 +73,11 @@ smem_bytes = specialised.smem_bytes
 def make_ring(
     prepared: operand_tiles.Prepared, config: PersistentConfig, k_steps: int
 ) -> rings.Ring:
-  axis, teams = ("cluster",), specialised.num_teams(config)
+  teams = specialised.num_teams(config)
   return rings.Ring(
       prepared, config.num_stages, config.consumers // teams, teams, k_steps,
       specialised.num_producers(config),
-      lhs_axes=axis if config.cluster_n > 1 else (),
-      rhs_axes=axis if config.cluster_m > 1 else (),
-      cluster=config.cluster_m * config.cluster_n,
+      lhs_shared=config.cluster_n, rhs_shared=config.cluster_m,
   )
 
 
@@ -280,7 +278,7 @@ def run(
   num_wgs = config.consumers + specialised.num_producers(config)
   return call(
       _kernel, name=name, scratch=scratch, workspace=workspace, grid=grid.num_clusters,
-      cluster=config.cluster, num_wgs=num_wgs,
+      cluster=config.cluster_axes, num_wgs=num_wgs,
   )
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 import dataclasses
 import functools
+import math
 from typing import Literal
 
 import jax
@@ -54,6 +55,8 @@ ALGORITHM_OF_EIGHT_BITS = {
 # What an epilogue applies to each element: a name of `activations`, or a callable.
 Activation = str | Callable[[jax.Array], jax.Array]
 NONE = "none"
+# Fields of configs, and axes of the grid.
+CLUSTER_AXES = ALONG_M, ALONG_N, ALONG_K = "cluster_m", "cluster_n", "cluster_k"
 SCALE_BLOCK = 128  # Of k, rows or columns, that share a factor: see `scales`.
 OUT_DTYPES = ("float32", "bfloat16", "float16")  # int8 operands have int32 alone.
 
@@ -313,7 +316,7 @@ class PersistentConfig:
     consumers: warpgroups that multiply, 1 to 3.
     wg_dim: the dimension of the tile that consumers share out; with "tile" two of
       them take whole tiles in turn. Three share out "m".
-    cluster_m, cluster_n: CTAs of a cluster along m or n; neighbours along m
+    cluster_m, cluster_n: CTAs of a cluster along m and n; neighbours along m
       share the rhs tile, neighbours along n the lhs tile (multicast).
     grid_minor: the dimension along which consecutive CTAs walk first.
     grid_width: width, in (cluster) tiles, of the band that they walk.
@@ -347,9 +350,15 @@ class PersistentConfig:
   split_lhs: bool = False
 
   @property
+  def cluster_axes(self) -> dict[str, int]:
+    """The axes of a cluster of several CTAs, and how many are along each."""
+    sizes = {name: getattr(self, name, 1) for name in CLUSTER_AXES}
+    return {name: size for name, size in sizes.items() if size > 1}
+
+  @property
   def cluster(self) -> int:
     """CTAs of a cluster."""
-    return self.cluster_m * self.cluster_n
+    return math.prod(self.cluster_axes.values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -365,10 +374,6 @@ class SplitKConfig(PersistentConfig):
 
   splits: int = 4
   cluster_k: int = 1
-
-  @property
-  def cluster(self) -> int:
-    return super().cluster * self.cluster_k
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,6 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels import lhs_registers, operand_tiles
+from pallas_kernels.problem import ALONG_M, ALONG_N
 
 # What a thread keeps, by the number of consumers: all CTA's threads share 64 K.
 PRODUCER_REGISTERS = {1: 40, 2: 40, 3: 32}
@@ -46,8 +47,8 @@ class Ring:
     teams: 1 or 2, see the module's docstring.
     k_steps: slots that a tile takes.
     num_producers: warpgroups that load, see the module's docstring.
-    lhs_axes, rhs_axes: cluster axes over which a copy is multicast.
-    cluster: CTAs along them.
+    lhs_shared, rhs_shared: CTAs of a cluster that share a tile: those along n one of
+      lhs, those along m one of rhs. Each copies a part of it, by multicast.
   """
 
   prepared: operand_tiles.Prepared
@@ -56,9 +57,8 @@ class Ring:
   teams: int
   k_steps: int
   num_producers: int = 1
-  lhs_axes: tuple[str, ...] = ()
-  rhs_axes: tuple[str, ...] = ()
-  cluster: int = 1
+  lhs_shared: int = 1
+  rhs_shared: int = 1
 
   @property
   def splits_lhs(self) -> bool:
@@ -74,9 +74,15 @@ class Ring:
     return self.prepared.rhs_operand
 
   def scratch(self) -> dict[str, Any]:
-    axes = (*self.lhs_axes, *self.rhs_axes)
+    # Whoever copies into the slots of this CTA: its neighbours along either axis.
+    shared = {ALONG_N: self.lhs_shared, ALONG_M: self.rhs_shared}
+    axes = tuple(axis for axis, ctas in shared.items() if ctas > 1)
     num_barriers = self.teams * self.num_stages
     arrivals = dict(num_arrivals=self.num_consumers, num_barriers=num_barriers)
+    # The emulator copies without multicast. So what a CTA has in its slots does not wait
+    # for the neighbours of its neighbours there, and they would arrive out of turn.
+    if len(axes) > 1 and self.lhs.emulated:
+      axes = ()
     if axes:
       empty = plgpu.ClusterBarrier(collective_axes=axes, **arrivals)
     else:
@@ -123,14 +129,14 @@ class Ring:
       at = dict(batch=batch, k=k + i * tile_k)
       full = self._barrier(refs["full"], step)
       loads = [
-          (self.lhs, lhs_gmem, refs["lhs_slots"], m, self.lhs_axes),
-          (self.rhs, rhs_gmem, refs["rhs_slots"], n, self.rhs_axes),
+          (self.lhs, lhs_gmem, refs["lhs_slots"], m, ALONG_N, self.lhs_shared),
+          (self.rhs, rhs_gmem, refs["rhs_slots"], n, ALONG_M, self.rhs_shared),
       ]
       # What TMA copies is under way while registers load the rest.
-      for operand, gmem, slots, mn, axes in sorted(
+      for operand, gmem, slots, mn, axis, ctas in sorted(
           loads, key=lambda load: load[0].way == "loads"
       ):
-        shared = dict(collective_axes=axes, cluster=self.cluster) if axes else {}
+        shared = dict(collective_axes=(axis,), cluster=ctas) if ctas > 1 else {}
         for part in range(operand.num_parts):
           operand.load(gmem, slots, slot, full, mn=mn, part=part, **at, **shared)
 

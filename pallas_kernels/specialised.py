@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 import dataclasses
+import math
 
 from pallas_kernels import accumulate, calls, lhs_registers, parts, scales, tiles
 from pallas_kernels import ring as rings
@@ -57,10 +58,11 @@ def check_config(problem: Problem, config: PersistentConfig) -> str | None:
     return f"num_stages={config.num_stages}: a ring has at least 2 slots"
   if config.wg_dim == "tile" and config.num_stages > MAX_BARRIERS // 2:
     return f"num_stages={config.num_stages}: two teams have at most {MAX_BARRIERS // 2}"
-  if sorted((config.cluster_m, config.cluster_n)) not in ([1, 1], [1, 2], [1, 4]):
+  along = config.cluster_m, config.cluster_n
+  if math.prod(along) not in (1, 2, 4):
     return (
-        f"cluster_m={config.cluster_m}, cluster_n={config.cluster_n}: one of them must"
-        " be 1, and the other 1, 2 or 4"
+        f"cluster_m={config.cluster_m}, cluster_n={config.cluster_n}: clusters that share"
+        " tiles have 1, 2 or 4 CTAs"
     )
   if config.grid_width < 1:
     return f"grid_width={config.grid_width} must be at least 1"

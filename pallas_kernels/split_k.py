@@ -28,8 +28,8 @@ from jax import lax
 import jax.numpy as jnp
 
 from pallas_kernels import calls, partial_sums, persistent, specialised, tiles
-from pallas_kernels.exchange import MAX_CTAS, Exchange
-from pallas_kernels.problem import Epilogue, Problem, SplitKConfig
+from pallas_kernels.exchange import Exchange
+from pallas_kernels.problem import ALONG_K, Epilogue, Problem, SplitKConfig
 
 NAME = "split_k"
 Config = SplitKConfig
@@ -45,9 +45,9 @@ def supports(problem: Problem, config: SplitKConfig) -> str | None:
         f"splits={config.splits} must be in [2, {k_steps}], the number of k tiles of"
         f" k={problem.k}"
     )
-  if not 1 <= config.cluster_k <= MAX_CTAS or config.splits % config.cluster_k:
+  if not 1 <= config.cluster_k <= tiles.MAX_CTAS or config.splits % config.cluster_k:
     return (
-        f"cluster_k={config.cluster_k} must be in [1, {MAX_CTAS}] and divide"
+        f"cluster_k={config.cluster_k} must be in [1, {tiles.MAX_CTAS}] and divide"
         f" splits={config.splits}"
     )
   if config.cluster_k > 1 and config.cluster != config.cluster_k:
@@ -153,7 +153,7 @@ def _multiply(operands, problem, config, num_sms, interpret, split) -> jax.Array
     batch = lax.div(index, jnp.int32(sums))
     split = (index - batch * sums) * config.cluster_k
     if config.cluster_k > 1:
-      split = split + lax.axis_index("cluster")
+      split = split + lax.axis_index(ALONG_K)
     return batch, split * k_steps * config.tile_k
 
   return persistent.run(

@@ -15,6 +15,7 @@ from pallas_kernels.problem import ALGORITHMS, OUT_DTYPES, Problem
 WG_THREADS = 128  # Of a warpgroup.
 SWIZZLE_BYTES = 128
 SMEM_LIMIT_BYTES = 232448  # What one CTA may have on Hopper.
+MAX_CTAS = 8  # Of a cluster, on every GPU that has clusters.
 BARRIER_BYTES = 1024  # Room for every mbarrier of a kernel, one alignment unit.
 TMA_BOX_LIMIT = 256  # Elements of one dimension of a TMA box.
 WGMMA_COLS = 256  # Columns that one wgmma instruction multiplies.

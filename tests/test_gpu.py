@@ -104,12 +104,24 @@ def test_wide_tiles(fields, n, layouts):
       check("split_k", make_problem(200, n, 1024, layouts), config)
 
 
-@pytest.mark.parametrize("cluster", [(4, 1), (1, 4)], ids=str)
+@pytest.mark.parametrize("cluster", [(4, 1), (1, 4), (2, 2)], ids=str)
 @pytest.mark.parametrize("layouts", LAYOUTS)
 def test_clusters_of_four(layouts, cluster):
   config = small_config("persistent", cluster_m=cluster[0], cluster_n=cluster[1])
   for size in ((1000, 1000, 1000), (40, 72, 200), (2000, 3000, 520)):
     check("persistent", make_problem(*size, layouts), config)
+
+
+@pytest.mark.parametrize("n", [1000, 1001])
+@pytest.mark.parametrize("tile_n", [48, 80, 112, 176, 240])
+def test_tiles_that_pieces_do_not_divide(tile_n, n):
+  """Their last piece stores some columns once more, by TMA or by masked stores."""
+  for out_dtype in ("bfloat16", "float32"):
+    problem = make_problem(500, n, 200, "TT", out_dtype=out_dtype)
+    check("persistent", problem, small_config("persistent", tile_n=tile_n))
+  config = small_config("persistent", tile_n=tile_n, swap=True)
+  if n % 8 == 0:
+    check("persistent", make_problem(500, n, 200, "NN"), config)
 
 
 @pytest.mark.parametrize("layouts", LAYOUTS)

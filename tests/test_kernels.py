@@ -82,7 +82,9 @@ def test_sizes_below_one_tile(kernel, size):
 
 
 @pytest.mark.parametrize("wg_dim", mostly_slow(["m", "n", "tile"]))
-@pytest.mark.parametrize("cluster", [(1, 1), (2, 1), (1, 2), (4, 1), (1, 4)], ids=str)
+@pytest.mark.parametrize(
+    "cluster", [(1, 1), (2, 1), (1, 2), (4, 1), (1, 4), (2, 2)], ids=str
+)
 def test_clusters(cluster, wg_dim):
   """Odd numbers of tiles: a cluster's second CTA then works outside the result."""
   config = small_config(
@@ -91,7 +93,7 @@ def test_clusters(cluster, wg_dim):
   check("persistent", make_problem(384, 384, 200, "NT"), config, num_sms=4)
 
 
-@pytest.mark.parametrize("cluster", [(4, 1), (1, 4)], ids=str)
+@pytest.mark.parametrize("cluster", [(4, 1), (1, 4), (2, 2)], ids=str)
 @pytest.mark.parametrize("layouts", ["NN", "TT"])
 def test_clusters_and_results_smaller_than_they(cluster, layouts):
   """Rows beyond the last are not loaded; the CTAs of a cluster still share the rest."""
@@ -268,7 +270,8 @@ def test_tile_order_visits_every_tile_once(shape, width, minor):
         ("pipelined", dict(num_stages=1), "num_stages=1"),
         ("pipelined", dict(num_stages=8), "shared memory"),
         ("persistent", dict(tile_m=64), "tile_m=64"),
-        ("persistent", dict(cluster_m=2, cluster_n=2), "must be 1, and the other"),
+        ("persistent", dict(cluster_m=4, cluster_n=4), "have 1, 2 or 4 CTAs"),
+        ("persistent", dict(cluster_m=3), "have 1, 2 or 4 CTAs"),
         ("persistent", dict(grid_width=0), "grid_width=0"),
         ("split_k", dict(splits=1), "splits=1"),
         ("split_k", dict(splits=5), "k=256"),

@@ -215,7 +215,7 @@ def test_multicast_is_weighed_where_rows_are_slow_to_fetch():
       for c in heuristics.candidates(Problem(m, n, k), H200)
       if c.kernel == "persistent" and not c.config.swap
   }
-  assert {(1, 1), (4, 1), (1, 4)} <= clusters(2048, 2048, 4104)
+  assert {(1, 1), (4, 1), (1, 4), (2, 2)} <= clusters(2048, 2048, 4104)
   assert clusters(2048, 2048, 4096) <= {(1, 1), (2, 1)}
   # Not where three clusters in four would have CTAs without a tile.
   assert (4, 1) not in clusters(384, 4000, 3352)
@@ -371,3 +371,9 @@ def test_explain_says_why_xla(capsys):
     chosen = jaxgemm.explain(x, jnp.ones((64, 8), "bfloat16"), implementation="blocked")
     assert chosen.problem.dtype == "float32"
   capsys.readouterr()
+
+
+def test_tiles_that_fill_the_sms_once():
+  """784 rows are four of 208, and 4120 columns 33 of 128: a tile for each of 132 SMs."""
+  best = heuristics.candidates(Problem(784, 4120, 3616), H200)[0].config
+  assert (best.tile_m, best.tile_n, best.swap) == (128, 208, True)

@@ -26,19 +26,25 @@ from tests.product_cases import normal
 H200 = known_device("NVIDIA H200")
 
 
-def _walks(grid: ClusterGrid, cluster: int) -> list[list[tuple[int, int, int]]]:
+def _walks(
+    grid: ClusterGrid, cluster: dict[str, int]
+) -> list[list[tuple[int, int, int]]]:
   """The tiles of each CTA, in its order."""
 
   def of_cta():
     places = jax.vmap(grid.locate)(jnp.arange(grid.share, dtype=jnp.int32))
     return grid.local_count(), jnp.stack(places, 1)
 
-  of_cluster = jax.vmap(lambda _: of_cta(), axis_name="cluster")
-  of_grid = jax.vmap(of_cluster, axis_name="cta")
-  counts, places = jax.jit(of_grid)(jnp.zeros((grid.num_clusters, cluster)))
+  of_grid = lambda _: of_cta()
+  for axis in reversed(cluster):
+    of_grid = jax.vmap(of_grid, axis_name=axis)
+  of_grid = jax.vmap(of_grid, axis_name="cta")
+  counts, places = jax.jit(of_grid)(
+      jnp.zeros((grid.num_clusters, *cluster.values()))
+  )
   return [
       [tuple(place) for place in each[:count].tolist()]
-      for count, each in zip(counts.ravel(), places.reshape(-1, *places.shape[2:]),
+      for count, each in zip(counts.ravel(), places.reshape(-1, *places.shape[-2:]),
                              strict=True)
   ]
 
@@ -46,14 +52,15 @@ def _walks(grid: ClusterGrid, cluster: int) -> list[list[tuple[int, int, int]]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("rounds", [1, 3, 100])
 @pytest.mark.parametrize(
-    ("num_sms", "fields"), [(1, {}), (5, {}), (8, dict(cluster_m=2)), (64, {})], ids=str
+    ("num_sms", "fields"), [(1, {}), (5, {}), (8, dict(cluster_m=2)), (64, {}),
+                          (9, dict(cluster_m=2, cluster_n=2))], ids=str
 )
 def test_every_tile_is_done_once_in_the_same_order(num_sms, fields, rounds):
   config = PersistentConfig(64, 64, consumers=1, **fields)
   problem = Problem(300, 500, 64, batch=2)
   make = functools.partial(ClusterGrid.of, problem, config, num_sms=num_sms)
   grid = make(rounds=rounds)
-  walks = _walks(grid, config.cluster)
+  walks = _walks(grid, config.cluster_axes)
   found = sorted(itertools.chain.from_iterable(walks))
   rows = 6 if config.cluster_m > 1 else 5
   assert found == sorted(itertools.product(
@@ -65,7 +72,7 @@ def test_every_tile_is_done_once_in_the_same_order(num_sms, fields, rounds):
   for first in range(0, len(walks), grid.at_once * config.cluster):
     of_round = walks[first : first + grid.at_once * config.cluster]
     in_step += [t for step in itertools.zip_longest(*of_round) for t in step if t]
-  alone = _walks(make(), config.cluster)
+  alone = _walks(make(), config.cluster_axes)
   assert in_step == [t for step in itertools.zip_longest(*alone) for t in step if t]
   if rounds > 1:
     assert grid.share <= -(-grid.num_tiles // grid.at_once // rounds) + 1

@@ -33,7 +33,6 @@ from experiments.lab.tables import (
   paragraphs,
 )
 from pallas_kernels import tiles
-from pallas_kernels.exchange import MAX_CTAS
 from pallas_kernels.problem import PersistentConfig, SplitKConfig
 
 NAME = "splits"
@@ -69,8 +68,8 @@ def _ways(lab: variants.Lab, case: suites.Case, splits) -> Iterator[variants.Var
   consumers = dict(consumers=2 if lab.on_gpu else 1)
 
   def details(way: str, count: int) -> dict:
-    sums = count if way in (SEPARATE, CONTIGUOUS, STRIDED) else count // MAX_CTAS
-    if way == FUSED and count <= MAX_CTAS:
+    sums = count if way in (SEPARATE, CONTIGUOUS, STRIDED) else count // tiles.MAX_CTAS
+    if way == FUSED and count <= tiles.MAX_CTAS:
       sums = 0
     return {
         "way": way, "splits": count, "sums": 0 if way == WHOLE else sums,
@@ -84,7 +83,7 @@ def _ways(lab: variants.Lab, case: suites.Case, splits) -> Iterator[variants.Var
       details=details(WHOLE, 1),
   )
   for count in splits:
-    for way, cluster_k in ((SEPARATE, 1), (FUSED, min(count, MAX_CTAS))):
+    for way, cluster_k in ((SEPARATE, 1), (FUSED, min(count, tiles.MAX_CTAS))):
       config = SplitKConfig(**tile, **consumers, splits=count, cluster_k=cluster_k)
       name = f"{count} splits, {way}"
       yield variants.of_kernel(lab, problem, name, config, details=details(way, count))
