@@ -54,8 +54,9 @@ class Candidate:
 def candidates(problem: Problem, device: Device) -> tuple[Candidate, ...]:
   """Every candidate for a problem, the fastest by estimate first."""
   alone = _estimated(problem, _configs(problem, device), device)
-  # Multicast changes little: what is slow by far without it need not be weighed.
-  shared = _multicasts(problem, sorted(alone, key=_time)[:_WORTH_SHARING])
+  # What is slow by far without multicast need not be weighed.
+  least = min(map(_time, alone), default=0.0)
+  shared = _multicasts(problem, [c for c in alone if c.time_us < _WORTH_SHARING * least])
   # First among equals: multicast moves less data, which tells when clocks fall.
   found = sorted(_estimated(problem, shared, device) + alone, key=_time)
   estimate = xla_times.estimate(problem, device)
@@ -130,7 +131,7 @@ _ENOUGH_STAGES = 4
 _MOST_TRUNCATED = 128
 _LEAST_TF32 = 16  # XLA multiplies smaller float32 operands without tensor cores.
 _BIG_TILE = 128 * 192  # From here on multicast has been seen to win.
-_WORTH_SHARING = 16  # Candidates.
+_WORTH_SHARING = 1.5  # Times the least estimate.
 
 
 def _configs(problem: Problem, device: Device) -> Iterator[tuple[str, Config]]:
