@@ -51,13 +51,13 @@ class Model:
   wait: float = 0.692  # The same, while all SMs ask, beside what its bytes take.
   descriptors: float = 0.328  # Until TMA has fetched them, and of its last store.
   l2_rate: float = 137e3  # L2 to shared memory.
-  multicast: float = 0.587  # What an SM receives, beside what it asks for.
+  multicast: float = 0.409  # What an SM receives, beside what it asks for.
   short_rows: float = 0.0108  # Of operands copied in rows of 128 bytes; less if longer.
-  crooked_rows: float = 2.2  # The same, where rows begin in the midst of 128 bytes.
-  crooked_memory: float = 0.361  # What crooked rows cost the memory itself.
-  crooked_stores: float = 1.3  # Of the result's bytes, where its rows begin so.
-  crooked_32: float = 0.459  # Of all three, where they begin at multiples of 32 bytes.
-  crooked_64: float = 0.324  # The same, of 64 bytes.
+  crooked_rows: float = 2.0  # The same, where rows begin in the midst of 128 bytes.
+  crooked_memory: float = 0.21  # What crooked rows cost the memory itself.
+  crooked_stores: float = 1.5  # Of the result's bytes, where its rows begin so.
+  crooked_32: float = 0.367  # Of all three, where they begin at multiples of 32 bytes.
+  crooked_64: float = 0.271  # The same, of 64 bytes.
   reread: float = 0.221  # Share of an operand that each second tile fetches anew.
   load_rate: float = 26e3  # Memory to shared memory through registers, shifted.
   direct_rate: float = 57.5e3  # The same, where rows are aligned to 16 bytes.
@@ -70,7 +70,7 @@ class Model:
   single: float = 0.945  # Of the tensor cores' time, one warpgroup at a time.
   wide: float = 1.09  # The same, two wgmma a k tile: one holds 256 columns at most.
   narrow: float = 83.6  # Columns of a wgmma that takes no less time with fewer.
-  chunks: float = 0.834  # The same, wgmma of 64 columns, as rhs comes in chunks.
+  chunks: float = 1.03  # The same, wgmma of 64 columns, as rhs comes in chunks.
   promotion: float = 0.0181  # Of the sums, once.
   lhs_split: float = 0.41  # Of 32 of k in registers, by one consumer.
   lhs_split_two: float = 0.61  # The same, by two at once.
@@ -261,7 +261,8 @@ def _supply(
   shared_rhs, shared_lhs = _multicast(config)
   lhs_rows, rhs_rows = rows * loads[0], config.tile_n * loads[1]
   asked = lhs_rows * costs[0] / shared_lhs + rhs_rows * costs[1] / shared_rhs
-  by_tma = max(asked, model.multicast * (lhs_rows + rhs_rows)) / model.l2_rate
+  received = lhs_rows * costs[0] + rhs_rows * costs[1]
+  by_tma = max(asked, model.multicast * received) / model.l2_rate
   valid = {"lhs": min(rows, problem.m), "rhs": min(config.tile_n, problem.n)}
   shifted = misaligned(problem, 16)
   by_loads = sum(
@@ -438,12 +439,13 @@ def _row_costs(
   A tile is fetched in rows: a k tile of a k-major operand, else the tile's whole
   width. Short ones make poor use of the memory's pages and of the L2's lines.
   """
-  costs = []
-  for operand, shape, k_major, tile_mn in (
-      ("lhs", problem.lhs_shape, problem.lhs_layout == "k-major", tile_m),
-      ("rhs", problem.rhs_shape, problem.rhs_layout == "k-major", tile_n),
+  costs, ways = [], operand_tiles.ways(problem)
+  for operand, shape, k_major, tile_mn, way in (
+      ("lhs", problem.lhs_shape, problem.lhs_layout == "k-major", tile_m, ways[0]),
+      ("rhs", problem.rhs_shape, problem.rhs_layout == "k-major", tile_n, ways[1]),
   ):
-    row_bytes = tiles.SWIZZLE_BYTES if k_major else tile_mn * problem.itemsize
+    short = k_major or way == "chunks"
+    row_bytes = tiles.SWIZZLE_BYTES if short else tile_mn * problem.itemsize
     extra = 0.0 if k_major else model.short_rows  # The next k tile follows in memory.
     if operand not in padded:
       extra += crooked_rows * _crooked(shape[-1] * problem.itemsize, model)
