@@ -66,7 +66,7 @@ def _piece_rows(tile_n: int) -> list[int]:
   least = tiles.cdiv(tile_n, PIECE_ROWS)
   found = {
       tiles.round_up(tiles.cdiv(tile_n, count), 8)
-      for count in range(least, tile_n // 16 + 1)
+      for count in range(least, max(least, tile_n // 16) + 1)
   }
   return [PIECE_ROWS] if tile_n % PIECE_ROWS == 0 else sorted(found, reverse=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 
@@ -13,13 +14,14 @@ import pytest
 import jaxgemm
 from jaxgemm import cost_model, device, heuristics, plan, table
 from jaxgemm.contexts import current_target
-from pallas_kernels import KERNELS, TILE_KERNELS, triton
+from pallas_kernels import KERNELS, TILE_KERNELS, tiles, triton
 from pallas_kernels.problem import (
     BlockedConfig,
     Epilogue,
     PersistentConfig,
     Problem,
 )
+from tests import kernel_cases
 
 H200 = device.known_device("NVIDIA H200")
 A100 = dataclasses.replace(H200, kind="NVIDIA A100", compute_capability="8.0")
@@ -377,3 +379,34 @@ def test_tiles_that_fill_the_sms_once():
   """784 rows are four of 208, and 4120 columns 33 of 128: a tile for each of 132 SMs."""
   best = heuristics.candidates(Problem(784, 4120, 3616), H200)[0].config
   assert (best.tile_m, best.tile_n, best.swap) == (128, 208, True)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "epilogue",
+    [
+        Epilogue(),
+        Epilogue(beta=1.0, c_dtype="float32"),
+        Epilogue(has_bias=True, activation="gelu", saves=True),
+        Epilogue(activation="silu", gated=True),
+        Epilogue(activation="silu", gated=True, saves=True),
+        Epilogue(activation="gelu", slopes=1, c_dtype="bfloat16"),
+        Epilogue(activation="silu", slopes=2, c_dtype="bfloat16"),
+    ],
+    ids=str,
+)
+def test_every_epilogue_has_a_plan_at_every_size(epilogue, dtype):
+  """Whatever rows, columns and strides tiles are fitted to."""
+  if dtype == "float32" and epilogue.gated:
+    return
+  of_dtype = {} if dtype == "bfloat16" else dict(
+      dtype=dtype, out_dtype=dtype, algorithm="tf32_f32"
+  )
+  sizes = (1, 8, 17, 50, 197, 784), (64, 1000, 14336), (72, 4096)
+  for m, n, k in itertools.product(*sizes):
+    for layouts in kernel_cases.LAYOUTS.values():
+      problem = Problem(m, n, k, epilogue=epilogue, **layouts, **of_dtype)
+      for candidate in heuristics.candidates(problem, H200):
+        if candidate.kernel != "xla":
+          smem = KERNELS[candidate.kernel].smem_bytes(problem, candidate.config)
+          assert smem <= tiles.SMEM_LIMIT_BYTES
