@@ -31,6 +31,7 @@ from pallas_kernels import (
   KERNELS,
   blocked,
   direct,
+  epilogue,
   gemv,
   operand_tiles,
   parts,
@@ -64,6 +65,7 @@ class Model:
   round: float = 0.246  # Of direct's loads that wait for the ones before.
   store_rate: float = 33.9e3  # Registers of a warpgroup to memory.
   masked_rate: float = 30.1e3  # The same, not by TMA.
+  piece: float = 0.11  # Each piece beyond the fewest that a tile could be stored in.
   step: float = 0.0262  # Barriers and bookkeeping of a k tile.
   shared_step: float = 0.0134  # The same, where another consumer's wgmma runs meanwhile.
   solo: float = 0.326  # Of pipelined's steps, where one CTA has an SM to itself.
@@ -158,6 +160,7 @@ def estimate(
       isinstance(config, PersistentConfig) and specialised.overlaps(problem, config)
   )
   energy = _energy(problem, config, device, model)
+  more_pieces = _more_pieces(problem, config)
   problem = multiplied(problem, config)
   shared_rhs, shared_lhs = _multicast(config)
   splits = getattr(config, "splits", 1)
@@ -189,9 +192,9 @@ def estimate(
   )
   busy = _busy(
       problem, kernel, config, device, model, per_sm=per_sm, k_steps=k_steps, sums=sums,
-      masked=masked and sums == 1, steps_of_slot=num_products, promotes=promotes,
+      masked=masked and sums == 1, steps_of_slot=num_products, more_pieces=more_pieces,
+      promotes=promotes, splits_lhs=splits_lhs,
       supply=_supply(problem, config, model, costs, loaded, loads),
-      splits_lhs=splits_lhs,
   )
   bound = "power" if energy > busy else "the SMs"
   busy = _limited(busy, energy)
@@ -275,7 +278,7 @@ def _supply(
 def _busy(
     problem: Problem, kernel: str, config: Config, device: Device, model: Model, *,
     per_sm: int, k_steps: int, sums: int, masked: bool, steps_of_slot: int,
-    promotes: bool, supply: float, splits_lhs: bool,
+    more_pieces: int, promotes: bool, supply: float, splits_lhs: bool,
 ) -> float:
   """Time of the busiest SM for its tiles."""
   has_roles = isinstance(config, PersistentConfig)
@@ -309,6 +312,7 @@ def _busy(
   out_bytes = 4 if sums > 1 else problem.out_itemsize
   rate = model.masked_rate if masked else model.store_rate
   store = wg_m * wg_n * out_bytes / (rate * cluster_k * (1 + problem.epilogue.gated))
+  store += model.piece * more_pieces
   store *= 1 + problem.epilogue.num_others
   if cluster_k > 1:
     store += 4 * wg_m * wg_n / model.exchange_rate
@@ -330,6 +334,18 @@ def _busy(
   resident = 1 if has_roles else _resident(problem, kernel, config)
   rounds, rest = divmod(per_sm, resident)
   return rounds * busy_with(resident) + (busy_with(rest) if rest else 0.0)
+
+
+def _more_pieces(problem: Problem, config: Config) -> int:
+  """Pieces of a consumer's tile beyond the fewest, which have 128 bytes of its rows."""
+  if not isinstance(config, PersistentConfig) or hasattr(config, "splits"):
+    return 0
+  row_bytes = specialised.stored_cols(problem, config) * problem.out_itemsize
+  if row_bytes % tiles.SWIZZLE_BYTES == 0:
+    return 0
+  rows = wg_tile(config)[0] // epilogue.PIECE_ROWS
+  fewest = rows * tiles.cdiv(row_bytes, tiles.SWIZZLE_BYTES)
+  return max(specialised.pieces(problem, config) - fewest, 0)
 
 
 def sustained_us(

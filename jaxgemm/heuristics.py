@@ -319,8 +319,8 @@ def _specialised(
   turns = wg_dim != "tile" or num_tiles > device.num_sms
   if turns and num_tiles >= enough:
     promote = promotion(problem, k_steps, split_lhs=split_lhs)
-    config = _staged(like, shape, promote, **fields)
-    yield from _with_loads(problem, "persistent", config)
+    for config in _staged(like, shape, promote, **fields):
+      yield from _with_loads(problem, "persistent", config)
   # Others have been seen never to win where k is split.
   if splits and wg_dim == "m":
     waves = 2 if parts.is_split(problem) else 1
@@ -334,8 +334,8 @@ def _specialised(
         fewer = promotion(
             problem, tiles.cdiv(k_steps, count), split_lhs=split_lhs
         )
-        config = _staged(like, shape, fewer, count, cluster_k, **fields)
-        yield from _with_loads(problem, "split_k", config)
+        for config in _staged(like, shape, fewer, count, cluster_k, **fields):
+          yield from _with_loads(problem, "split_k", config)
 
 
 @functools.lru_cache(maxsize=256)
@@ -350,8 +350,11 @@ def _alike(problem: Problem) -> Problem:
 def _staged(
     like: Problem, shape: _Shape, promote: int, splits: int = 1, cluster_k: int = 1,
     **fields,
-) -> PersistentConfig:
-  """The config with as many stages as shared memory holds; `like`: see `_alike`."""
+) -> list[PersistentConfig]:
+  """The config with as many stages as shared memory holds; `like`: see `_alike`.
+
+  If they are few, also with one more, if the result then leaves in smaller pieces.
+  """
   tile_m, tile_n, consumers, wg_dim, swap = shape
   fields = fields | dict(
       tile_m=tile_m, tile_n=tile_n, tile_k=_tile_k(like, fields), consumers=consumers,
@@ -363,10 +366,12 @@ def _staged(
     config = SplitKConfig(**fields, num_stages=0, splits=splits, cluster_k=cluster_k)
   slot = specialised.slot_bytes(like, config)
   stages = (tiles.SMEM_LIMIT_BYTES - kernel.smem_bytes(like, config)) // slot
-  if stages < _ENOUGH_STAGES:  # Rather one more than a result stored in large pieces.
+  found = [dataclasses.replace(config, num_stages=min(_MAX_STAGES, stages))]
+  if stages < _ENOUGH_STAGES:
     more = dataclasses.replace(config, num_stages=stages + 1)
-    stages += kernel.smem_bytes(like, more) <= tiles.SMEM_LIMIT_BYTES
-  return dataclasses.replace(config, num_stages=min(_MAX_STAGES, stages))
+    if kernel.smem_bytes(like, more) <= tiles.SMEM_LIMIT_BYTES:
+      found.append(more)
+  return found
 
 
 def _tile_k(problem: Problem, fields: Mapping[str, Any]) -> int:

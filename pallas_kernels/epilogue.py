@@ -174,7 +174,7 @@ class Epilogue:
       self, c_gmem: Refs, refs, *, shape: tuple[int, int], wg, batch, row, col
   ) -> None:
     """Starts to load the first pieces of each c for a tile of `shape` at (row, col)."""
-    for n, (i, j, _) in enumerate(self._pieces(shape)[:NUM_SLOTS]):
+    for n, (i, j, _) in enumerate(self.pieces(shape)[:NUM_SLOTS]):
       self._start_c(c_gmem, refs, n, wg=wg, batch=batch, row=row + i, col=col + j)
 
   def store(
@@ -195,7 +195,7 @@ class Epilogue:
     if not prefetched:
       at = dict(wg=wg, batch=batch, row=row, col=col)
       self.prefetch(c_gmem, refs, shape=(rows, cols), **at)
-    index, starts = 0, self._pieces((rows, cols))
+    index, starts = 0, self.pieces((rows, cols))
     step = self.out.rows if self.transposed else self.out.cols
     for n, (i, j, stored) in enumerate(starts):
       at = (col + j, row + i) if self.transposed else (row + i, col + j)
@@ -237,7 +237,7 @@ class Epilogue:
         i, j, _ = starts[ahead]
         self._start_c(c_gmem, refs, ahead, wg=wg, batch=batch, row=row + i, col=col + j)
 
-  def _pieces(self, shape: tuple[int, int]) -> list[tuple[int, int, int]]:
+  def pieces(self, shape: tuple[int, int]) -> list[tuple[int, int, int]]:
     """Where the pieces of a tile begin, in the order of their stores.
 
     And the columns of each that the one before has stored.

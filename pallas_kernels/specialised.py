@@ -171,13 +171,24 @@ def smem_bytes(
 ) -> int:
   """Shared memory of one CTA: the ring, the staging slots, the barriers, and `others`."""
   room = epilogue_room(problem, config, others)
+  return tiles.SMEM_LIMIT_BYTES - room + _epilogue_facts(problem, config, room)[0]
+
+
+def pieces(problem: Problem, config: PersistentConfig) -> int:
+  """Pieces in which a consumer stores its tile."""
+  room = epilogue_room(problem, config)
+  return wg_tile(config)[0] // 64 * _epilogue_facts(problem, config, room)[1]
+
+
+def _epilogue_facts(
+    problem: Problem, config: PersistentConfig, room: int
+) -> tuple[int, int]:
   transposed = config.swap
   if config.split_lhs and config.swap:  # The transposed product, stored as it is.
     problem, transposed = problem.transposed, False
-  epilogue = calls.epilogue_bytes(
+  return calls.epilogue_facts(
       problem, stored_cols(problem, config), config.consumers, transposed, room=room
   )
-  return tiles.SMEM_LIMIT_BYTES - room + epilogue
 
 
 def epilogue_room(

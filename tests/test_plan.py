@@ -14,7 +14,7 @@ import pytest
 import jaxgemm
 from jaxgemm import cost_model, device, heuristics, plan, table
 from jaxgemm.contexts import current_target
-from pallas_kernels import KERNELS, TILE_KERNELS, tiles, triton
+from pallas_kernels import KERNELS, TILE_KERNELS, specialised, tiles, triton
 from pallas_kernels.problem import (
     BlockedConfig,
     Epilogue,
@@ -410,3 +410,19 @@ def test_every_epilogue_has_a_plan_at_every_size(epilogue, dtype):
         if candidate.kernel != "xla":
           smem = KERNELS[candidate.kernel].smem_bytes(problem, candidate.config)
           assert smem <= tiles.SMEM_LIMIT_BYTES
+
+
+def test_one_more_stage_for_smaller_pieces_of_the_result():
+  """Which of the two is faster depends on k."""
+  stages, best = {}, {}
+  for k in (1104, 16384 + 16):
+    problem = Problem(6488, 840, k, rhs_layout="k-major")
+    found = [
+        c.config for c in heuristics.candidates(problem, H200)
+        if c.kernel == "persistent" and (c.config.tile_m, c.config.tile_n) == (256, 176)
+        and c.config.cluster == 1 and not c.config.swap
+    ]
+    stages[k] = {c.num_stages: specialised.pieces(problem, c) for c in found}
+    best[k] = found[0].num_stages
+  assert stages[1104] == {3: 6, 4: 22}
+  assert best == {1104: 3, 16384 + 16: 4}
