@@ -161,7 +161,8 @@ def _configs(problem: Problem, device: Device) -> Iterator[tuple[str, Config]]:
   ):
     for shape in shapes:
       yield from _specialised(problem, product, device, (*shape, swap))
-    for shape in _filling_tiles(product, device) - set(shapes):
+    # In one order in every process: among equals, the first is chosen.
+    for shape in sorted(_filling_tiles(product, device) - set(shapes)):
       yield from _specialised(problem, product, device, (*shape, swap), splits=False)
 
 
