@@ -11,7 +11,7 @@ import functools
 import itertools
 from typing import Any
 
-from jaxgemm import cost_model, xla_times
+from jaxgemm import cost_model, tile_shapes, xla_times
 from jaxgemm.device import Device
 from jaxgemm.operand_passes import misaligned, passes
 from pallas_kernels import (
@@ -91,36 +91,8 @@ def _estimated(
 
 # -- Which configs there are -------------------------------------------------------
 
-# tile_m, tile_n, consumers, wg_dim, swap.
-_Shape = tuple[int, int, int, str, bool]
-# The first four of them.
-_PERSISTENT_TILES = (
-    (128, 256, 2, "m"), (256, 128, 2, "m"), (192, 256, 2, "n"), (128, 224, 2, "m"),
-    (128, 192, 2, "m"), (192, 128, 2, "n"), (128, 160, 2, "m"), (128, 128, 2, "m"),
-    (64, 256, 2, "n"), (128, 64, 2, "m"), (128, 128, 1, "m"), (128, 64, 1, "m"),
-    (64, 192, 1, "m"), (64, 128, 1, "m"), (64, 64, 1, "m"), (64, 32, 1, "m"),
-    (128, 384, 2, "m"), (128, 320, 2, "m"), (64, 384, 1, "m"), (64, 320, 1, "m"),
-    (192, 192, 3, "m"), (192, 128, 3, "m"),
-)
-# The same for consumers that take tiles in turn.
-_PING_PONG_TILES = (
-    (128, 192, 2, "tile"), (192, 128, 2, "tile"), (128, 128, 2, "tile"),
-    (64, 320, 2, "tile"), (64, 256, 2, "tile"), (64, 128, 2, "tile"),
-)
-# (tile_m, tile_n, stages), for results whose tiles all run at once. CTAs that come and
-# go fall out of step, and no longer ask the L2 for the same rows at the same time.
-_PIPELINED_TILES = ((64, 128, 4), (128, 64, 4), (64, 64, 6), (64, 32, 8))
-_DIRECT_TILES = ((64, 64), (128, 64), (64, 128), (64, 32), (64, 16))
-# The other side and the consumers of tiles whose one side fits a narrow result: rows, or
-# columns where the operands change places.
-_OTHER_SIDES = ((64, 1), (128, 1), (128, 2), (256, 2))
-# Rows, consumers and wg_dim of tiles whose columns are to fill rounds of the SMs.
-_FILLING_ROWS = (
-    (64, 1, "m"), (128, 1, "m"), (128, 2, "m"), (256, 2, "m"), (192, 3, "m"),
-)
+_Shape = tuple[int, int, int, str, bool]  # One of tile_shapes, and `swap`.
 _MOST_SHIFTED = 4  # k tiles that direct shifts; with six it took up to 6 times as long.
-_NARROW = 512  # Rows, or columns, of a result that tiles are to fit.
-_MOST_SPLIT = 1024  # Columns where lhs is split in registers, anew for each tile of them.
 _SPLITS_K = 1 << 19  # Elements of a result: of fewer, cuBLAS splits k.
 _LEAST_STAGES = 4  # Where consumers split lhs: one slot is split, one multiplied.
 _LEAST_HALVES = 1 << 17  # Elements of a result from float16 parts.
@@ -144,26 +116,26 @@ def _configs(problem: Problem, device: Device) -> Iterator[tuple[str, Config]]:
   promote = promotion(problem, k_steps)
   for tile_m, tile_n in ((128, 128), (64, 64)):
     yield "blocked", BlockedConfig(tile_m, tile_n, tile_k, promote)
-  for tile_m, tile_n, num_stages in _PIPELINED_TILES:
+  for tile_m, tile_n, num_stages in tile_shapes.PIPELINED:
     at_once = _num_tiles(problem, tile_m, tile_n) <= 2 * device.num_sms
     if at_once and not _wasteful(problem, tile_m, tile_n):
       yield "pipelined", PipelinedConfig(tile_m, tile_n, tile_k, num_stages, promote)
   most = _MOST_SHIFTED if misaligned(problem, 16) else direct.MAX_SLOTS
   if problem.itemsize == 2 and k_steps <= most:
-    for tile_m, tile_n in _DIRECT_TILES:
+    for tile_m, tile_n in tile_shapes.DIRECT:
       soon = _num_tiles(problem, tile_m, tile_n) <= 8 * device.num_sms
       if soon and not _wasteful(problem, tile_m, tile_n):
         yield "direct", DirectConfig(tile_m, tile_n, tile_k, promote)
-  usual = (*_PERSISTENT_TILES, *_PING_PONG_TILES, *_fitted_tiles(problem))
-  swapped = tuple(_swapped_tiles(problem))
+  usual = *tile_shapes.COOPERATIVE, *tile_shapes.PING_PONG, *tile_shapes.fitted(problem)
+  swapped = tuple(tile_shapes.swapped(problem))
   for product, swap, shapes in (
       (problem, False, usual), (problem.transposed, True, swapped)
   ):
     for shape in shapes:
       yield from _specialised(problem, product, device, (*shape, swap))
-    # In one order in every process: among equals, the first is chosen.
-    for shape in sorted(_filling_tiles(product, device) - set(shapes)):
-      yield from _specialised(problem, product, device, (*shape, swap), splits=False)
+    for shape in tile_shapes.filling(product, device):
+      if shape not in shapes:
+        yield from _specialised(problem, product, device, (*shape, swap), splits=False)
 
 
 def _gemv_configs(
@@ -191,7 +163,7 @@ def _configs_of_parts(
   Consumers that take tiles in turn, or share out n, have been seen never to win by more
   than 3% there.
   """
-  shapes = [shape for shape in _PERSISTENT_TILES if shape[3] == "m"]
+  shapes = [shape for shape in tile_shapes.COOPERATIVE if shape[3] == "m"]
   found = [_specialised(problem, problem, device, (*shape, False)) for shape in shapes]
   if problem.algorithm == "bf16_x6":
     for shape in shapes:
@@ -200,23 +172,13 @@ def _configs_of_parts(
       )
     for product, swap in ((problem, False), (problem.transposed, True)):
       for consumers in (1, 2, 3):
-        for cols in _narrow(product.n, 64 if consumers == 3 else 96):
+        for cols in tile_shapes.narrow(product.n, 64 if consumers == 3 else 96):
           shape = 64 * consumers, cols, consumers, "m", swap
           found.append(_specialised(problem, product, device, shape, split_lhs=True))
   for kernel, config in itertools.chain(*found):
     if _is_as_exact(problem, config):
       if not config.split_lhs or config.num_stages >= _LEAST_STAGES:
         yield kernel, config
-
-
-def _narrow(cols: int, most: int) -> list[int]:
-  """Columns of tiles of at most so many, of equal parts of a result of few columns."""
-  if cols > _MOST_SPLIT:
-    return []
-  fewest = tiles.cdiv(cols, most)
-  return sorted({
-      tiles.round_up(tiles.cdiv(cols, each), 16) for each in (fewest, fewest + 1)
-  })
 
 
 def _is_as_exact(problem: Problem, config: PersistentConfig) -> bool:
@@ -242,61 +204,6 @@ def _is_as_exact(problem: Problem, config: PersistentConfig) -> bool:
       return False
     return k <= 4096 and apart if splits_k else k >= 512 or apart
   return apart or k <= 1024 or not splits_k
-
-
-def _fitted_tiles(problem: Problem) -> Iterator[tuple[int, int, int, str]]:
-  """Tiles of all columns of a result of few, or of equal parts of them.
-
-  Of a k-major rhs wgmma takes any multiple of 16; multiples of 64 are tried anyway.
-  """
-  if problem.n > _NARROW or problem.itemsize != 2 or tiles.rhs_step(problem) > 16:
-    return
-  for cols in _equal_parts(problem.n, 16):
-    if cols % 64 and cols > 32:
-      for rows, consumers in _OTHER_SIDES:
-        yield rows, cols, consumers, "m"
-
-
-def _swapped_tiles(problem: Problem) -> Iterator[tuple[int, int, int, str]]:
-  """Tiles of all rows of a result of few, or of equal parts of them.
-
-  wgmma takes any multiple of 16 of them from a k-major lhs, of 64 from an m-major one.
-  Multiples of 64 it takes from the operands in their places, up to 256.
-  """
-  if problem.m > _NARROW or problem.itemsize != 2:
-    return
-  for rows in _equal_parts(problem.m, tiles.rhs_step(problem.transposed)):
-    if rows > 256 or rows % 64 and (rows > 64 or problem.m <= 64):
-      for cols, consumers in _OTHER_SIDES:
-        yield cols, rows, consumers, "m"
-
-
-def _filling_tiles(
-    product: Problem, device: Device
-) -> set[tuple[int, int, int, str]]:
-  """Tiles as narrow as they may be for all SMs to do them in one round, two, or three.
-
-  Source: the tiles of cuBLAS's kernels for Hopper (192x176, 152x128, 128x304, ...), as
-  their names tell.
-  """
-  if product.itemsize != 2:
-    return set()
-  step, found = tiles.rhs_step(product), set()
-  for rows, consumers, wg_dim in _FILLING_ROWS:
-    of_rows = product.batch * tiles.cdiv(product.m, rows)
-    for sms in (device.num_sms, device.ctas_at_once(4)):
-      for rounds in (1, 2, 3):
-        if (most := rounds * sms // of_rows) > 0:
-          cols = tiles.round_up(tiles.cdiv(product.product_n, most), step)
-          if 32 <= cols <= specialised.MAX_TILE_N:
-            found.add((rows, cols, consumers, wg_dim))
-  return found
-
-
-def _equal_parts(size: int, step: int) -> set[int]:
-  """Sides of tiles, multiples of `step`, of which one to four cover `size`."""
-  parts = range(tiles.cdiv(size, specialised.MAX_TILE_N), 5)
-  return {tiles.round_up(tiles.cdiv(size, each), step) for each in parts}
 
 
 def _specialised(

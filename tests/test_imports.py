@@ -17,7 +17,7 @@ PACKAGES = ("pallas_kernels", "jaxgemm", "experiments", "tests")
 # Of jaxgemm's own modules, each may import only those before it.
 LAYERS = (
     ("device", "arguments", "operand_passes"),
-    ("cost_model",),
+    ("cost_model", "tile_shapes"),
     ("xla_times",),
     ("contexts", "table", "heuristics", "dims", "precision", "reference", "quantisation"),
     ("triton_heuristics", "user_table", "invariance", "recording"),
@@ -36,7 +36,7 @@ LAYERS = (
 KERNEL_IMPORTERS = {
     "cost_model", "cotangents", "heuristics", "invariance", "launch", "losses",
     "operand_passes", "plan",
-    "table", "triton_heuristics", "user_table", "xla_times",
+    "table", "tile_shapes", "triton_heuristics", "user_table", "xla_times",
 }
 # A checkout has suites to tune for; a wheel has none, and must not miss them.
 SUITES_IMPORTER = ROOT / "jaxgemm" / "autotune" / "problems.py"

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxgemm
-from jaxgemm import cost_model, device, heuristics, plan, table
+from jaxgemm import cost_model, device, heuristics, plan, table, tile_shapes
 from jaxgemm.contexts import current_target
 from pallas_kernels import KERNELS, TILE_KERNELS, specialised, tiles, triton
 from pallas_kernels.problem import (
@@ -373,6 +373,23 @@ def test_explain_says_why_xla(capsys):
     chosen = jaxgemm.explain(x, jnp.ones((64, 8), "bfloat16"), implementation="blocked")
     assert chosen.problem.dtype == "float32"
   capsys.readouterr()
+
+
+@pytest.mark.parametrize("layouts", kernel_cases.LAYOUTS)
+@pytest.mark.parametrize("size", [(784, 4120, 3616), (4000, 300, 64), (1808, 5520, 1656)])
+def test_filling_tiles_are_as_narrow_as_may_be(size, layouts):
+  """With 16 or 64 columns less they would take one round more, of 132 or 120 SMs."""
+  problem = Problem(*size, batch=2, **kernel_cases.LAYOUTS[layouts])
+  step = tiles.rhs_step(problem)
+  count = lambda rows, cols: 2 * tiles.cdiv(problem.m, rows) * tiles.cdiv(problem.n, cols)
+  found = tile_shapes.filling(problem, H200)
+  assert found and found == sorted(found)
+  for rows, cols, consumers, _ in found:
+    assert cols % step == 0 and rows % (64 * consumers) == 0
+    assert any(
+        count(rows, cols) <= rounds * sms < count(rows, max(cols - step, 1))
+        for rounds in (1, 2, 3) for sms in (132, 120)
+    )
 
 
 def test_tiles_that_fill_the_sms_once():

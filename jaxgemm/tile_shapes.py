@@ -1,0 +1,102 @@
+"""The sides of tiles that are worth weighing for a problem."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from jaxgemm.device import Device
+from pallas_kernels import specialised, tiles
+from pallas_kernels.problem import Problem
+
+# tile_m, tile_n, consumers, wg_dim of the warp-specialised kernels.
+Shape = tuple[int, int, int, str]
+
+COOPERATIVE: tuple[Shape, ...] = (
+    (128, 256, 2, "m"), (256, 128, 2, "m"), (192, 256, 2, "n"), (128, 224, 2, "m"),
+    (128, 192, 2, "m"), (192, 128, 2, "n"), (128, 160, 2, "m"), (128, 128, 2, "m"),
+    (64, 256, 2, "n"), (128, 64, 2, "m"), (128, 128, 1, "m"), (128, 64, 1, "m"),
+    (64, 192, 1, "m"), (64, 128, 1, "m"), (64, 64, 1, "m"), (64, 32, 1, "m"),
+    (128, 384, 2, "m"), (128, 320, 2, "m"), (64, 384, 1, "m"), (64, 320, 1, "m"),
+    (192, 192, 3, "m"), (192, 128, 3, "m"),
+)
+# Of consumers that take tiles in turn.
+PING_PONG: tuple[Shape, ...] = (
+    (128, 192, 2, "tile"), (192, 128, 2, "tile"), (128, 128, 2, "tile"),
+    (64, 320, 2, "tile"), (64, 256, 2, "tile"), (64, 128, 2, "tile"),
+)
+# (tile_m, tile_n, stages), for results whose tiles all run at once. CTAs that come and
+# go fall out of step, and no longer ask the L2 for the same rows at the same time.
+PIPELINED = ((64, 128, 4), (128, 64, 4), (64, 64, 6), (64, 32, 8))
+DIRECT = ((64, 64), (128, 64), (64, 128), (64, 32), (64, 16))
+# The other side and the consumers of tiles whose one side fits a narrow result: rows, or
+# columns where the operands change places.
+_OTHER_SIDES = ((64, 1), (128, 1), (128, 2), (256, 2))
+# Rows and consumers of tiles whose columns are to fill rounds of the SMs.
+_FILLING_ROWS = ((64, 1), (128, 1), (128, 2), (256, 2), (192, 3))
+_ROUNDS = (1, 2, 3)
+_LEAST_COLS = 32  # Of filling tiles.
+_NARROW = 512  # Rows, or columns, of a result that tiles are to fit.
+_MOST_SPLIT = 1024  # Columns where lhs is split in registers, anew for each tile of them.
+
+
+def fitted(problem: Problem) -> Iterator[Shape]:
+  """Tiles of all columns of a result of few, or of equal parts of them.
+
+  Of a k-major rhs wgmma takes any multiple of 16; multiples of 64 are tried anyway.
+  """
+  if problem.n > _NARROW or problem.itemsize != 2 or tiles.rhs_step(problem) > 16:
+    return
+  for cols in _equal_parts(problem.n, 16):
+    if cols % 64 and cols > 32:
+      for rows, consumers in _OTHER_SIDES:
+        yield rows, cols, consumers, "m"
+
+
+def swapped(problem: Problem) -> Iterator[Shape]:
+  """Tiles of all rows of a result of few, or of equal parts of them.
+
+  wgmma takes any multiple of 16 of them from a k-major lhs, of 64 from an m-major one.
+  Multiples of 64 it takes from the operands in their places, up to 256.
+  """
+  if problem.m > _NARROW or problem.itemsize != 2:
+    return
+  for rows in _equal_parts(problem.m, tiles.rhs_step(problem.transposed)):
+    if rows > 256 or rows % 64 and (rows > 64 or problem.m <= 64):
+      for cols, consumers in _OTHER_SIDES:
+        yield cols, rows, consumers, "m"
+
+
+def filling(product: Problem, device: Device) -> list[Shape]:
+  """Tiles as narrow as they may be for all SMs to do them in one round, two, or three.
+
+  Source: the tiles of cuBLAS's kernels for Hopper (192x176, 152x128, 128x304, ...), as
+  their names tell.
+  """
+  if product.itemsize != 2:
+    return []
+  step, found = tiles.rhs_step(product), set()
+  for rows, consumers in _FILLING_ROWS:
+    of_rows = product.batch * tiles.cdiv(product.m, rows)
+    for sms in (device.num_sms, device.ctas_at_once(4)):
+      for rounds in _ROUNDS:
+        if (most := rounds * sms // of_rows) > 0:
+          cols = tiles.round_up(tiles.cdiv(product.product_n, most), step)
+          if _LEAST_COLS <= cols <= specialised.MAX_TILE_N:
+            found.add((rows, cols, consumers, "m"))
+  return sorted(found)  # In one order in every process, whatever the hashes of strings.
+
+
+def _equal_parts(size: int, step: int) -> set[int]:
+  """Sides of tiles, multiples of `step`, of which one to four cover `size`."""
+  parts = range(tiles.cdiv(size, specialised.MAX_TILE_N), 5)
+  return {tiles.round_up(tiles.cdiv(size, each), step) for each in parts}
+
+
+def narrow(cols: int, most: int) -> list[int]:
+  """Columns of tiles of at most so many, of equal parts of a result of few columns."""
+  if cols > _MOST_SPLIT:
+    return []
+  fewest = tiles.cdiv(cols, most)
+  return sorted({
+      tiles.round_up(tiles.cdiv(cols, each), 16) for each in (fewest, fewest + 1)
+  })
