@@ -6,6 +6,8 @@ for what is not known of it.
 
 from __future__ import annotations
 
+import math
+
 from jaxgemm.cost_model import soft_max
 from jaxgemm.device import Device
 from jaxgemm.operand_passes import misaligned
@@ -13,6 +15,7 @@ from pallas_kernels import parts, tiles
 from pallas_kernels.problem import Problem
 
 _SGEMM = 0.127  # cuBLAS's rate in float32 over the tensor cores' in TF32.
+_FEW = 1536  # Results: ours split k among CTAs, which takes longer to add up.
 _NO_PASS = "one kernel without a pass over the operands"
 
 
@@ -95,6 +98,9 @@ def _sixteen_bits(
   With k = 16 and rows that are aligned it writes 5 to 35 MB at two thirds of the memory's
   speed, 1.2 us behind (112 products of k up to 64).
 
+  A few results of a long k took it 2.24 us (16x88x1024) to 3.84 (16x16x16384), but twice
+  that where k is no multiple of 256.
+
   With strides that TMA refuses it loads operands as they are, which is slow where there
   is much to load, and else over before a pass has been launched.
   """
@@ -105,7 +111,10 @@ def _sixteen_bits(
     time = 1.0 + 0.004 * problem.k + min(memory / 0.3, begin + 1.5 * memory)
     return 1.15 * time, "one kernel of a single k tile"
   if not misaligned(problem, 16):
-    return None
+    few = problem.batch * problem.m * problem.n <= _FEW and min(problem.m, problem.n) > 1
+    if not few or problem.k < 1024 or problem.k % 256:
+      return None
+    return 1.1 * (2.2 + 0.45 * math.log2(problem.k / 1024)), "few results of a long k"
   time = 1.25 * (1.3 + max(0.009 * problem.k, busy / 0.12, memory / 0.35))
   if min(problem.m, problem.n) == 1:
     time = min(time, 1.2 * _down_columns(problem, memory))

@@ -233,6 +233,9 @@ def test_multicast_is_weighed_where_rows_are_slow_to_fetch():
         (4096, 4096, 64, True, False),
         (2047, 2049, 511, True, False),
         (333, 777, 22223, True, False),
+        (16, 88, 1024, True, True),  # A few results of a long k.
+        (40, 88, 1024, False, False),
+        (24, 16, 1040, False, False),
         (120, 360, 72, False, False),  # TMA takes the operands as they are.
     ],
 )
