@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -221,6 +222,7 @@ class Operand:
     return self.way in ("flat", "chunks") and not self.emulated
 
 
+@functools.lru_cache(maxsize=1024)  # A plan asks for the same few again and again.
 def ways(problem: Problem) -> tuple[str, str]:
   """The ways of lhs and rhs."""
   return (
