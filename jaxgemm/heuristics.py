@@ -97,7 +97,7 @@ _SPLITS_K = 1 << 19  # Elements of a result: of fewer, cuBLAS splits k.
 _LEAST_STAGES = 4  # Where consumers split lhs: one slot is split, one multiplied.
 _LEAST_HALVES = 1 << 17  # Elements of a result from float16 parts.
 _MAX_STAGES = 16
-_ENOUGH_STAGES = 4
+_ENOUGH_STAGES = 4  # With fewer, one more may be worth smaller pieces of the result.
 # k tiles of 64 whose sum the tensor cores truncate by 1e-5: by no more than XLA's own
 # BF16_BF16_F32_X3 is off in all (1.4e-5).
 _MOST_TRUNCATED = 128

@@ -59,7 +59,7 @@ def check_config(problem: Problem, config: PersistentConfig) -> str | None:
   if config.wg_dim == "tile" and config.num_stages > MAX_BARRIERS // 2:
     return f"num_stages={config.num_stages}: two teams have at most {MAX_BARRIERS // 2}"
   along = config.cluster_m, config.cluster_n
-  if math.prod(along) not in (1, 2, 4):
+  if min(along) < 1 or math.prod(along) not in (1, 2, 4):
     return (
         f"cluster_m={config.cluster_m}, cluster_n={config.cluster_n}: clusters that share"
         " tiles have 1, 2 or 4 CTAs"

@@ -121,13 +121,19 @@ def random_operands(problem: Problem, seed: int = 0) -> tuple[jax.Array, ...]:
   return tuple(jnp.asarray(draw(shape), dtype) for shape, dtype in operand_types(problem))
 
 
-def truth(problem: Problem, operands) -> np.ndarray:
-  """The float64 product of the operands as they are."""
-  lhs, rhs, *c = (np.asarray(x).astype(np.float64) for x in operands)
+def as_multiplied(problem: Problem, operands, dtype=np.float64) -> list[np.ndarray]:
+  """lhs [batch, m, k], rhs [batch, k, n] and the others, in another dtype."""
+  lhs, rhs, *others = (np.asarray(x).astype(dtype) for x in operands)
   if problem.lhs_layout == "m-major":
     lhs = lhs.swapaxes(1, 2)
   if problem.rhs_layout == "k-major":
     rhs = rhs.swapaxes(1, 2)
+  return [lhs, rhs, *others]
+
+
+def truth(problem: Problem, operands) -> np.ndarray:
+  """The float64 product of the operands as they are."""
+  lhs, rhs, *c = as_multiplied(problem, operands)
   epilogue = problem.epilogue
   return reference.matmul(lhs, rhs, *c, alpha=epilogue.alpha, beta=epilogue.beta)
 

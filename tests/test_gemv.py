@@ -39,11 +39,7 @@ def check(found, problem, operands) -> None:
   The result of that is rounded as this one's, and 16-bit operands are exact in float32.
   """
   truth = kernel_cases.truth(problem, operands)
-  lhs, rhs, *c = (np.asarray(x).astype(np.float32) for x in operands)
-  if problem.lhs_layout == "m-major":
-    lhs = lhs.swapaxes(1, 2)
-  if problem.rhs_layout == "k-major":
-    rhs = rhs.swapaxes(1, 2)
+  lhs, rhs, *c = kernel_cases.as_multiplied(problem, operands, np.float32)
   epilogue = problem.epilogue
   plain = epilogue.alpha * (lhs @ rhs) + sum(epilogue.beta * x for x in c)
   baseline = reference.relative_error(jnp.asarray(plain, problem.out_dtype), truth)

@@ -272,6 +272,7 @@ def test_tile_order_visits_every_tile_once(shape, width, minor):
         ("persistent", dict(tile_m=64), "tile_m=64"),
         ("persistent", dict(cluster_m=4, cluster_n=4), "have 1, 2 or 4 CTAs"),
         ("persistent", dict(cluster_m=3), "have 1, 2 or 4 CTAs"),
+        ("persistent", dict(cluster_m=-2, cluster_n=-1), "have 1, 2 or 4 CTAs"),
         ("persistent", dict(grid_width=0), "grid_width=0"),
         ("split_k", dict(splits=1), "splits=1"),
         ("split_k", dict(splits=5), "k=256"),
