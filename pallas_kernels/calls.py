@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -131,29 +130,5 @@ def make_call(
 
 
 def epilogue_bytes(*args, **kwargs) -> int:
-  """Shared memory on the chip; see `epilogue_facts`."""
-  return epilogue_facts(*args, **kwargs)[0]
-
-
-def epilogue_facts(
-    *args, room: int = tiles.SMEM_LIMIT_BYTES, **kwargs
-) -> tuple[int, int]:
-  """Shared memory on the chip, and pieces of 64 rows and `wg_tile_n` columns.
-
-  They are those of the epilogue that `room` has slots for.
-  """
-  found = _epilogue_facts(*args, **kwargs)
-  return next((each for each in found if each[0] <= room), found[-1])
-
-
-@functools.lru_cache(maxsize=1024)  # A plan asks for the same few again and again.
-def _epilogue_facts(
-    problem: Problem, wg_tile_n: int, num_wgs: int, transposed: bool = False,
-    by_registers: bool = False,
-) -> list[tuple[int, int]]:
-  found = epilogues.epilogues(
-      problem, wg_tile_n, num_wgs, emulated=False, transposed=transposed,
-      by_registers=by_registers,
-  )
-  shape = epilogues.PIECE_ROWS, wg_tile_n
-  return [(each.smem_bytes, len(each.pieces(shape))) for each in found]
+  """Shared memory on the chip of what `make_epilogue` returns."""
+  return epilogues.make_epilogue(*args, emulated=False, **kwargs).smem_bytes

@@ -27,6 +27,7 @@ ahead. Where a kernel calls `prefetch` first, the first two travel while it mult
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -154,7 +155,7 @@ class Epilogue:
         emulated=self.out.way == "tiled",
     )
 
-  @property
+  @functools.cached_property
   def smem_bytes(self) -> int:
     num_c = self.problem.epilogue.num_c
     return self.out.num_bytes + (self.c.num_bytes * num_c if self.c else 0)
@@ -316,10 +317,11 @@ class Epilogue:
       plgpu.wait_smem_to_gmem(0)
 
 
+@functools.lru_cache(maxsize=1024)  # A plan asks for the same few again and again.
 def epilogues(
     problem: Problem, wg_tile_n: int, num_wgs: int, *, emulated: bool,
     transposed: bool = False, by_registers: bool = False,
-) -> list[Epilogue]:
+) -> tuple[Epilogue, ...]:
   """Epilogues of pieces of several sizes, where those do not divide the tile; or one.
 
   That of the largest comes first: it should be taken if there is room for its slots.
@@ -331,12 +333,12 @@ def epilogues(
   dtype, c_dtype = problem.out_dtype, problem.epilogue.c_dtype
   if transposed:
     cols = tiles.swizzle_elems(dtype)
-    return [
+    return tuple(
         Epilogue(
             problem, Staging(copied, dtype, cols, num_wgs, rows), None, transposed=True
         )
         for rows in _piece_rows(wg_tile_n)
-    ]
+    )
   masked = by_registers or problem.n % tiles.tma_stride_elems(dtype)
   way, itemsize = "masked" if masked and not emulated else copied, problem.out_itemsize
   if c_dtype is not None:  # A wider c takes narrower pieces: both have the same columns.
@@ -350,7 +352,7 @@ def epilogues(
         None if c_dtype is None else Staging(copied, c_dtype, cols, num_wgs),
         divided=wg_tile_n % cols == 0,
     ))
-  return found
+  return tuple(found)
 
 
 def make_epilogue(

@@ -10,7 +10,8 @@ from collections.abc import Callable
 import dataclasses
 import math
 
-from pallas_kernels import accumulate, calls, lhs_registers, parts, scales, tiles
+from pallas_kernels import accumulate, lhs_registers, parts, scales, tiles
+from pallas_kernels import epilogue as epilogues
 from pallas_kernels import ring as rings
 from pallas_kernels.problem import PersistentConfig, Problem
 
@@ -171,23 +172,24 @@ def smem_bytes(
 ) -> int:
   """Shared memory of one CTA: the ring, the staging slots, the barriers, and `others`."""
   room = epilogue_room(problem, config, others)
-  return tiles.SMEM_LIMIT_BYTES - room + _epilogue_facts(problem, config, room)[0]
+  return tiles.SMEM_LIMIT_BYTES - room + _epilogue(problem, config, room).smem_bytes
 
 
 def pieces(problem: Problem, config: PersistentConfig) -> int:
   """Pieces in which a consumer stores its tile."""
-  room = epilogue_room(problem, config)
-  return wg_tile(config)[0] // 64 * _epilogue_facts(problem, config, room)[1]
+  found = _epilogue(problem, config, epilogue_room(problem, config))
+  return len(found.pieces((wg_tile(config)[0], stored_cols(problem, config))))
 
 
-def _epilogue_facts(
+def _epilogue(
     problem: Problem, config: PersistentConfig, room: int
-) -> tuple[int, int]:
-  transposed = config.swap
+) -> epilogues.Epilogue:
+  """That on the chip."""
+  cols, transposed = stored_cols(problem, config), config.swap
   if config.split_lhs and config.swap:  # The transposed product, stored as it is.
     problem, transposed = problem.transposed, False
-  return calls.epilogue_facts(
-      problem, stored_cols(problem, config), config.consumers, transposed, room=room
+  return epilogues.make_epilogue(
+      problem, cols, config.consumers, emulated=False, transposed=transposed, room=room
   )
 
 
