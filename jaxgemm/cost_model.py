@@ -47,12 +47,12 @@ class Model:
 
   roles: float = 0.574  # Of a kernel with a producer: to part the registers.
   team: float = 0.571  # Of each consumer but the first, to get going.
-  cluster: float = 0.0342  # Of each CTA of a cluster, to be launched together.
-  latency: float = 0.797  # From asking for a tile to having it.
+  cluster: float = 0.0757  # Of each CTA of a cluster, to be launched together.
+  latency: float = 0.868  # From asking for a tile to having it.
   wait: float = 0.692  # The same, while all SMs ask, beside what its bytes take.
-  descriptors: float = 0.328  # Until TMA has fetched them, and of its last store.
+  descriptors: float = 0.454  # Until TMA has fetched them, and of its last store.
   l2_rate: float = 137e3  # L2 to shared memory.
-  multicast: float = 0.409  # What an SM receives, beside what it asks for.
+  multicast: float = 0.352  # What an SM receives, beside what it asks for.
   short_rows: float = 0.0108  # Of operands copied in rows of 128 bytes; less if longer.
   crooked_rows: float = 2.0  # The same, where rows begin in the midst of 128 bytes.
   crooked_memory: float = 0.21  # What crooked rows cost the memory itself.
@@ -60,15 +60,15 @@ class Model:
   crooked_32: float = 0.367  # Of all three, where they begin at multiples of 32 bytes.
   crooked_64: float = 0.271  # The same, of 64 bytes.
   reread: float = 0.221  # Share of an operand that each second tile fetches anew.
-  load_rate: float = 26e3  # Memory to shared memory through registers, shifted.
-  direct_rate: float = 57.5e3  # The same, where rows are aligned to 16 bytes.
-  round: float = 0.246  # Of direct's loads that wait for the ones before.
+  load_rate: float = 23.9e3  # Memory to shared memory through registers, shifted.
+  direct_rate: float = 39.3e3  # The same, where rows are aligned to 16 bytes.
+  round: float = 0.211  # Of direct's loads that wait for the ones before.
   store_rate: float = 33.9e3  # Registers of a warpgroup to memory.
-  masked_rate: float = 30.1e3  # The same, not by TMA.
+  masked_rate: float = 48.3e3  # The same, not by TMA.
   piece: float = 0.11  # Each piece beyond the fewest that a tile could be stored in.
   step: float = 0.0262  # Barriers and bookkeeping of a k tile.
   shared_step: float = 0.0134  # The same, where another consumer's wgmma runs meanwhile.
-  solo: float = 0.326  # Of pipelined's steps, where one CTA has an SM to itself.
+  solo: float = 0.32  # Of pipelined's steps, where one CTA has an SM to itself.
   single: float = 0.945  # Of the tensor cores' time, one warpgroup at a time.
   wide: float = 1.09  # The same, two wgmma a k tile: one holds 256 columns at most.
   narrow: float = 83.6  # Columns of a wgmma that takes no less time with fewer.

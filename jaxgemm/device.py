@@ -12,7 +12,7 @@ import functools
 import jax
 
 HOPPER = "9.0"
-_CLUSTERS_OF_132_SMS = (132, 66, 38, 28, 19, 14, 13, 13)
+_CLUSTERS_OF_132_SMS = (132, 66, 38, 30, 19, 14, 13, 15)
 PORTABLE = ("8.0", "8.6", "8.9", HOPPER, "12.0")  # Where the portable kernel runs.
 
 
@@ -49,10 +49,11 @@ class Device:
   def max_clusters(self, size: int) -> int:
     """Clusters of `size` CTAs, one CTA an SM, that run at the same time.
 
-    A cluster lies within one GPC, whose SMs it cannot always share out evenly. How
-    many of them work differs from chip to chip: this is less than the driver
-    (cudaOccupancyMaxActiveClusters) allowed on one H200, where 20 clusters of 5 and
-    16 of 6 ran in two waves although it allowed 22 and 17.
+    A cluster lies within one GPC, whose SMs it cannot always share out evenly, and how
+    many of them work differs from chip to chip. Of 4 and 8 as many as the driver
+    (cudaOccupancyMaxActiveClusters) allowed on three H200, and ran at once on two; of
+    others less, as on another 20 clusters of 5 and 16 of 6 ran in two waves although it
+    allowed 22 and 17.
     """
     return _CLUSTERS_OF_132_SMS[size - 1] * self.num_sms // 132
 

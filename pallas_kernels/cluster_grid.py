@@ -78,11 +78,9 @@ class ClusterGrid:
     """(batch, m, n) of this CTA's `local`-th tile; m and n in elements."""
     config = self.config
     index = self._first() + local * self.at_once
-    per_batch = self.tiles_m * self.tiles_n
-    batch = lax.div(index, jnp.int32(per_batch))
+    batch, index = tiles.apart(index, self.num_tiles, self.tiles_m * self.tiles_n)
     mi, ni = tiles.tile_order(
-        index - batch * per_batch, self.tiles_m, self.tiles_n,
-        config.grid_minor, config.grid_width,
+        index, self.tiles_m, self.tiles_n, config.grid_minor, config.grid_width
     )
     if config.cluster_m > 1:
       mi = mi * config.cluster_m + lax.axis_index(ALONG_M)

@@ -27,8 +27,9 @@ from pallas_kernels.integers import const64, i32, i32_type, i64, i64_address, le
 from pallas_kernels.register_loads import (
   CHUNK,
   Shift,
+  first_elements,
   load_16_bytes,
-  only_first,
+  masked,
 )
 
 NAME = "pads"
@@ -116,6 +117,6 @@ def _copy(source, target, units: int, cta) -> None:
     mgpu.utils.inline_ptx(
         "{ .reg .pred p; setp.ne.b32 p, $5, 0;"
         " @p st.global.v4.b32 [$0], {$1, $2, $3, $4}; }",
-        out, *only_first(shift.of(words), valid), arith.extui(i32_type(), exists),
-        has_side_effects=True,
+        out, *masked(shift.of(words), first_elements(valid)),
+        arith.extui(i32_type(), exists), has_side_effects=True,
     )

@@ -195,29 +195,36 @@ class _Tile:
     return read
 
   def _masked(self):
-    """Reads the chunk of a block: zeros for all that lies beyond the array."""
+    """Reads the chunk of a block: zeros for what lies beyond k."""
     loads = self.loads
     address = self._address(self._row, self._col)
     shift = Shift(address)
     first = arith.andi(address, const64(-16))
 
-    def read(block_row: int, block_col: int):
-      # Elements of the chunk that the array has; none of a row that it has not.
+    @functools.cache  # Of all rows alike.
+    def columns(block_col: int):
+      """Whether the array has some of the chunk, and of its second piece; masks."""
       col = arith.addi(self._col, i32(block_col))
       valid = arith.minsi(arith.subi(i32(loads.cols), col), i32(CHUNK))
-      inside = less(arith.addi(self._row, i32(block_row)), loads.rows)
-      valid = arith.select(inside, arith.maxsi(valid, i32(0)), i32(0))
-      some = arith.cmpi(arith.CmpIPredicate.sgt, valid, i32(0))
+      valid = arith.maxsi(valid, i32(0))
       end = arith.addi(shift.num_bytes, arith.muli(valid, i32(2)))
       more = arith.cmpi(arith.CmpIPredicate.sgt, end, i32(16))
+      return _at_least(valid, 1), more, first_elements(valid) if loads.k_major else None
+
+    def read(block_row: int, block_col: int):
+      some, more, masks = columns(block_col)
+      inside = less(arith.addi(self._row, i32(block_row)), loads.rows)
       piece = arith.addi(
           first, const64(2 * (block_row * loads.cols + block_col))
       )
-      words = load_16_bytes(piece, some)
+      words = load_16_bytes(piece, arith.andi(inside, some))
       if loads.aligned:
         return lambda: words
-      words += load_16_bytes(arith.addi(piece, const64(16)), more)
-      return lambda: only_first(shift.of(words), valid)
+      following = arith.addi(piece, const64(16))
+      words += load_16_bytes(following, arith.andi(inside, more))
+      if masks is None:  # Rows of k: those beyond the last were not loaded.
+        return lambda: shift.of(words)
+      return lambda: masked(shift.of(words), masks)
 
     return read
 
@@ -288,14 +295,18 @@ class Shift:
     return [_funnel_shift(low, high, self._bits) for low, high in pairs]
 
 
-def only_first(words: list[ir.Value], valid) -> list[ir.Value]:
-  """The first `valid` elements, then zeros."""
+def first_elements(valid) -> list[ir.Value]:
+  """Masks of four words that keep their first `valid` elements."""
   found = []
-  for i, word in enumerate(words):
-    left, half = arith.subi(valid, i32(2 * i)), arith.andi(word, i32(0xFFFF))
-    word = arith.select(_at_least(left, 2), word, half)
-    found.append(arith.select(_at_least(left, 1), word, i32(0)))
+  for i in range(CHUNK // 2):
+    left = arith.subi(valid, i32(2 * i))
+    first = arith.select(_at_least(left, 1), i32(0xFFFF), i32(0))
+    found.append(arith.select(_at_least(left, 2), i32(-1), first))
   return found
+
+
+def masked(words: list[ir.Value], masks: list[ir.Value]) -> list[ir.Value]:
+  return [arith.andi(*pair) for pair in zip(words, masks, strict=True)]
 
 
 def load_16_bytes(address, predicate=None) -> list[ir.Value]:

@@ -71,19 +71,36 @@ def tile_order(index, tiles_m: int, tiles_n: int, minor: str, width: int):
   minor_size, major_size = (tiles_m, tiles_n) if minor == "m" else (tiles_n, tiles_m)
   width = min(width, minor_size)
   index = lax.convert_element_type(index, jnp.int32)
-  const = lambda value: jnp.int32(value)
   full_bands, last_width = divmod(minor_size, width)
-  band = lax.div(index, const(width * major_size))
-  within = index - band * width * major_size
-  band_width = const(width)
+
+  def within_band(index, width: int):
+    """(minor, major) of a band so wide: to divide by a constant is to multiply."""
+    major = lax.div(index, jnp.int32(width))
+    return index - major * width, major
+
+  if full_bands + bool(last_width) == 1:  # The only band.
+    minor_index, major = within_band(index, width)
+    return (minor_index, major) if minor == "m" else (major, minor_index)
+  band = lax.div(index, jnp.int32(width * major_size))
+  within = index - band * (width * major_size)
+  minor_index, major = within_band(within, width)
   if last_width:
-    band_width = lax.select(band < full_bands, const(width), const(last_width))
-  major = lax.div(within, band_width)
-  minor_index = band * width + lax.rem(within, band_width)
-  if full_bands + bool(last_width) > 1:
-    backwards = lax.rem(band, const(2)) == 1
-    major = lax.select(backwards, major_size - 1 - major, major)
+    is_full = band < full_bands
+    minor_last, major_last = within_band(within, last_width)
+    minor_index = lax.select(is_full, minor_index, minor_last)
+    major = lax.select(is_full, major, major_last)
+  minor_index = band * width + minor_index
+  backwards = lax.rem(band, jnp.int32(2)) == 1
+  major = lax.select(backwards, major_size - 1 - major, major)
   return (minor_index, major) if minor == "m" else (major, minor_index)
+
+
+def apart(index, count: int, size: int):
+  """(which group of `size` tiles, which of its tiles) of the `index`-th of `count`."""
+  if count == size:
+    return jnp.int32(0), index
+  group = lax.div(index, jnp.int32(size))
+  return group, index - group * size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,11 +120,8 @@ class TileGrid:
 
   def locate(self, index):
     """(batch, m, n) of the `index`-th tile; m and n in elements."""
-    per_batch = self.tiles_m * self.tiles_n
-    batch = lax.div(index, jnp.int32(per_batch))
-    mi, ni = tile_order(
-        index - batch * per_batch, self.tiles_m, self.tiles_n, "m", GRID_WIDTH
-    )
+    batch, index = apart(index, self.num_tiles, self.tiles_m * self.tiles_n)
+    mi, ni = tile_order(index, self.tiles_m, self.tiles_n, "m", GRID_WIDTH)
     return batch, mi * self.tile_m, ni * self.tile_n
 
 
