@@ -262,11 +262,12 @@ def _supply(
   if problem.lhs_layout == "k-major":
     rows = min(rows, problem.m)
   shared_rhs, shared_lhs = _multicast(config)
-  lhs_rows, rhs_rows = rows * loads[0], config.tile_n * loads[1]
+  cols = tiles.round_up(config.tile_n, tiles.rhs_block(problem))
+  lhs_rows, rhs_rows = rows * loads[0], cols * loads[1]
   asked = lhs_rows * costs[0] / shared_lhs + rhs_rows * costs[1] / shared_rhs
   received = lhs_rows * costs[0] + rhs_rows * costs[1]
   by_tma = max(asked, model.multicast * received) / model.l2_rate
-  valid = {"lhs": min(rows, problem.m), "rhs": min(config.tile_n, problem.n)}
+  valid = {"lhs": min(rows, problem.m), "rhs": min(cols, problem.n)}
   shifted = misaligned(problem, 16)
   by_loads = sum(
       valid[operand] / (model.load_rate if operand in shifted else model.direct_rate)
@@ -292,7 +293,8 @@ def _busy(
   wg_m, wg_n = wg_tile(config)
   if wg_n > tiles.WGMMA_COLS:
     matrix *= model.wide
-  if wg_n > tiles.swizzle_elems(problem.dtype):
+  block = tiles.swizzle_elems(problem.dtype)
+  if wg_n > block and wg_n % block == 0:
     if operand_tiles.ways(problem)[1] == "chunks":
       matrix *= model.chunks
   # blocked has one slot, and loads nothing while it multiplies; direct asks for all.

@@ -44,9 +44,9 @@ def fitted(problem: Problem) -> Iterator[Shape]:
 
   Of a k-major rhs wgmma takes any multiple of 16; multiples of 64 are tried anyway.
   """
-  if problem.n > _NARROW or problem.itemsize != 2 or tiles.rhs_step(problem) > 16:
+  if problem.n > _NARROW or problem.itemsize != 2:
     return
-  for cols in _equal_parts(problem.n, 16):
+  for cols in _equal_parts(problem.n):
     if cols % 64 and cols > 32:
       for rows, consumers in _OTHER_SIDES:
         yield rows, cols, consumers, "m"
@@ -60,7 +60,7 @@ def swapped(problem: Problem) -> Iterator[Shape]:
   """
   if problem.m > _NARROW or problem.itemsize != 2:
     return
-  for rows in _equal_parts(problem.m, tiles.rhs_step(problem.transposed)):
+  for rows in _equal_parts(problem.m):
     if rows > 256 or rows % 64 and (rows > 64 or problem.m <= 64):
       for cols, consumers in _OTHER_SIDES:
         yield cols, rows, consumers, "m"
@@ -74,22 +74,26 @@ def filling(product: Problem, device: Device) -> list[Shape]:
   """
   if product.itemsize != 2:
     return []
-  step, found = tiles.rhs_step(product), set()
+  found = set()
   for rows, consumers in _FILLING_ROWS:
     of_rows = product.batch * tiles.cdiv(product.m, rows)
     for sms in (device.num_sms, device.ctas_at_once(4)):
       for rounds in _ROUNDS:
         if (most := rounds * sms // of_rows) > 0:
-          cols = tiles.round_up(tiles.cdiv(product.product_n, most), step)
+          cols = _rounded(tiles.cdiv(product.product_n, most))
           if _LEAST_COLS <= cols <= specialised.MAX_TILE_N:
             found.add((rows, cols, consumers, "m"))
   return sorted(found)  # In one order in every process, whatever the hashes of strings.
 
 
-def _equal_parts(size: int, step: int) -> set[int]:
-  """Sides of tiles, multiples of `step`, of which one to four cover `size`."""
+def _equal_parts(size: int) -> set[int]:
+  """Columns of tiles of which one to four cover `size`."""
   parts = range(tiles.cdiv(size, specialised.MAX_TILE_N), 5)
-  return {tiles.round_up(tiles.cdiv(size, each), step) for each in parts}
+  return {_rounded(tiles.cdiv(size, each)) for each in parts}
+
+
+def _rounded(cols: int) -> int:
+  return tiles.round_up(cols, tiles.COLUMN_STEP)
 
 
 def narrow(cols: int, most: int) -> list[int]:

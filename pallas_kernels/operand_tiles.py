@@ -10,7 +10,8 @@ Shared memory that wgmma reads is swizzled by 128 bytes and tiled by 8 rows x
            dimension of the array must be a multiple of the 8 x 128 byte tile, or
            smaller than it.
   chunks   other operands that do not fit: the slot is made of chunks of 128 bytes
-           of mn, each copied as a flat slot is, and each a wgmma of its own.
+           of mn, each copied as a flat slot is, and each a wgmma of its own (but see
+           `n_major`).
   loads    operands that fit in no other way, where the config says so: the producer
            loads them through registers (see `register_loads`).
 
@@ -33,7 +34,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import pads, register_loads, tiles
+from pallas_kernels import n_major, pads, register_loads, tiles
 from pallas_kernels.problem import Problem
 
 Ref = Any  # A Pallas reference.
@@ -88,8 +89,15 @@ class Operand:
     return self.num_parts * self.num_arrays * len(self._boxes)
 
   @property
+  def slot_mn(self) -> int:
+    """The share of mn that a slot has room for: whole rows of 128 bytes."""
+    if self.k_major:
+      return self.tile_mn
+    return tiles.round_up(self.tile_mn, tiles.swizzle_elems(self.dtype))
+
+  @property
   def _num_chunks(self) -> int:
-    return self.tile_mn // tiles.swizzle_elems(self.dtype)
+    return self.slot_mn // tiles.swizzle_elems(self.dtype)
 
   @property
   def array_mn(self) -> int:
@@ -114,7 +122,7 @@ class Operand:
     width = tiles.swizzle_elems(self.dtype)
     shape = {
         "flat": (num_slots, self.tile_mn, self.tile_k),
-        "tiled": (num_slots, self.tile_k, self.tile_mn),
+        "tiled": (num_slots, self.tile_k, self.slot_mn),
         "loads": (num_slots, *self._tile_as_stored()),
         "chunks": (num_slots, self._num_chunks, self.tile_k, width),
     }[self.way]
@@ -187,30 +195,39 @@ class Operand:
     return loads, gmem[0], slots.at[slot], batch if self.batched else 0, *at
 
   def _tile_as_stored(self) -> tuple[int, int]:
-    tile = self.tile_mn, self.tile_k
+    tile = self.slot_mn, self.tile_k
     return tile if self.k_major else tile[::-1]
 
   def parts(self, size: int) -> tuple[tuple[int, int], ...]:
     """(start, size) of the wgmma that share `size` of mn; rows need not be shared."""
     if self.way == "chunks":
       width = tiles.swizzle_elems(self.dtype)
-      return tuple((start, width) for start in range(0, size, width))
+      starts = range(0, size, width)
+      return tuple((start, min(width, size - start)) for start in starts)
     return ((0, size),) if self.is_lhs else tiles.instruction_columns(size)
 
   def view(self, slots: Ref, slot, start, size: int, part: int = 0) -> Ref:
     """`size` of mn from `start` on, as wgmma wants it: [mn, k] of lhs, [k, mn] of rhs.
     """
+    if self.way == "chunks":  # One of them, or what is wanted of the last.
+      width = tiles.swizzle_elems(self.dtype)
+      chunk = lax.div(jnp.int32(start), jnp.int32(width))
+      cols = slice(None) if size == width else pl.ds(0, size)
+      ref = self._views(slots)[1].at[slot * self.num_parts + part, chunk, :, cols]
+    else:
+      ref = self.stored(slots, slot, start, size, part)
+    return ref if self.k_major == self.is_lhs else ref.transpose((1, 0))
+
+  def stored(self, slots: Ref, slot, start, size: int, part: int = 0) -> Ref:
+    """The same as it lies there: [mn, k], [k, mn], or chunks [mn / width, k, width]."""
     slot = slot * self.num_parts + part
     slots = self._views(slots)[1]
-    span = slice(None) if size == self.tile_mn else pl.ds(start, size)
-    if self.k_major:
-      ref = slots.at[slot, span]
-    elif self.way in ("tiled", "loads"):
-      ref = slots.at[slot, :, span]
-    else:  # One chunk.
-      assert size == tiles.swizzle_elems(self.dtype)
-      ref = slots.at[slot, lax.div(jnp.int32(start), jnp.int32(size))]
-    return ref if self.k_major == self.is_lhs else ref.transpose((1, 0))
+    if self.way == "chunks":
+      width = tiles.swizzle_elems(self.dtype)
+      start, size = lax.div(jnp.int32(start), jnp.int32(width)), size // width
+      return slots.at[slot, pl.ds(start, size)]
+    span = slice(None) if size == self.slot_mn else pl.ds(start, size)
+    return slots.at[slot, span] if self.k_major else slots.at[slot, :, span]
 
   def _views(self, slots: Ref) -> tuple[Ref, Ref]:
     """(the view that TMA uses, the view that wgmma uses)."""
@@ -376,6 +393,8 @@ def prepare(
   for is_lhs, dtype, its_way, (its, k_major, tile_mn, mn, batched) in (
       (True, dtypes[0], lhs_way, lhs_facts), (False, dtypes[1], rhs_way, rhs_facts),
   ):
+    if its_way == "tiled" and tile_mn % tiles.swizzle_elems(dtype):
+      its_way = "chunks"
     pad_for.append(None)
     if by_registers and not emulated:
       its_way = "loads"
@@ -409,6 +428,13 @@ def multiply(
   """
   lhs, rhs = prepared.lhs_operand, prepared.rhs_operand
   rows, cols = acc.shape
+  if cols % tiles.swizzle_elems(rhs.dtype) and not (rhs.k_major or rhs.emulated):
+    n_major.multiply(
+        acc, lhs.stored(slots[0], slot, lhs_start, rows, parts[0]),
+        rhs.stored(slots[1], slot, 0, rhs.slot_mn, parts[1]), k_major_lhs=lhs.k_major,
+        transforms=tiles.swizzled(rhs.dtype, rhs.swizzle),
+    )
+    return 1
   row_parts, col_parts = lhs.parts(rows), rhs.parts(cols)
   for first_row, num_rows in row_parts:
     for first_col, num_cols in col_parts:

@@ -148,7 +148,7 @@ def check_gated(problem: Problem, config: PersistentConfig) -> str | None:
   for name, wanted in (("promote", 0), ("pad", True), ("swap", False)):
     if getattr(config, name) != wanted:
       return f"{name}={getattr(config, name)}: gated products take {wanted}"
-  step = 2 * tiles.rhs_step(problem)
+  step = 2 * tiles.rhs_block(problem)
   if config.tile_n % step:
     return f"tile_n={config.tile_n} must be a multiple of {step} for two rhs"
   return None
@@ -161,8 +161,8 @@ def _check_tile(product: Problem, config: PersistentConfig) -> str | None:
   reason = tiles.check_tile(
       product, config.tile_m, config.tile_n, config.tile_k, most_n=MAX_TILE_N
   )
-  wg_n, step = wg_tile(config)[1], tiles.rhs_step(product)
-  if reason is None and wg_n % step:
+  wg_n, step = wg_tile(config)[1], tiles.rhs_block(product)
+  if reason is None and wg_n < config.tile_n and wg_n % step:
     reason = f"{wg_n} columns a warpgroup must be a multiple of {step}"
   return reason
 

@@ -19,6 +19,7 @@ MAX_CTAS = 8  # Of a cluster, on every GPU that has clusters.
 BARRIER_BYTES = 1024  # Room for every mbarrier of a kernel, one alignment unit.
 TMA_BOX_LIMIT = 256  # Elements of one dimension of a TMA box.
 WGMMA_COLS = 256  # Columns that one wgmma instruction multiplies.
+COLUMN_STEP = 16  # Of tiles: what wgmma takes, and the epilogue stores, a multiple of.
 GRID_WIDTH = 8  # Tiles of a band, where the config does not say (`tile_order`).
 
 
@@ -139,12 +140,8 @@ def check_tile(
     return f"tile_m={tile_m} must be 64, 128, 192 or 256"
   if tile_k != elems:
     return f"tile_k={tile_k} must be {elems} for {problem.dtype}: 128 bytes of k a slot"
-  step = rhs_step(problem)
-  if tile_n % step or not step <= tile_n <= most_n:
-    return (
-        f"tile_n={tile_n} must be a multiple of {step} up to {most_n} for a"
-        f" {problem.rhs_layout} {problem.dtype} rhs"
-    )
+  if tile_n % COLUMN_STEP or not COLUMN_STEP <= tile_n <= most_n:
+    return f"tile_n={tile_n} must be a multiple of {COLUMN_STEP} up to {most_n}"
   return None
 
 
@@ -166,9 +163,9 @@ def reads_rhs_k_major(problem: Problem) -> bool:
   return problem.rhs_layout == "k-major" or reads_k_major_only(problem.dtype)
 
 
-def rhs_step(problem: Problem) -> int:
-  """Columns that a wgmma takes, and the epilogue stores, a multiple of."""
-  return 16 if reads_rhs_k_major(problem) else swizzle_elems(problem.dtype)
+def rhs_block(problem: Problem) -> int:
+  """Columns of a block of rhs in shared memory, of which a slot has whole ones."""
+  return COLUMN_STEP if reads_rhs_k_major(problem) else swizzle_elems(problem.dtype)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -214,6 +211,7 @@ def slot_bytes(
     rhs_parts: int = 1,
 ) -> int:
   """Shared memory of one slot of the ring: a tile of each part of lhs and of rhs."""
+  tile_n = round_up(tile_n, rhs_block(problem))
   return (
       lhs_parts * round_up(tile_m * tile_k * problem.itemsize, 1024)
       + rhs_parts * round_up(tile_n * tile_k * problem.itemsize, 1024)

@@ -90,6 +90,21 @@ CHUNKED_TILES = (
 )
 
 
+# (kernel, fields): columns that are no multiple of a block of an n-major rhs.
+N_MAJOR_TILES = (
+    ("persistent", dict(tile_m=128, tile_n=144)),
+    ("persistent", dict(tile_m=128, tile_n=288, num_stages=3, cluster_m=2)),
+    ("persistent", dict(tile_m=192, tile_n=80, consumers=3, cluster_n=2)),
+    ("persistent", dict(tile_m=128, tile_n=112, wg_dim="tile")),
+    ("persistent", dict(tile_m=64, tile_n=16, consumers=1, promote=2)),
+    ("split_k", dict(tile_m=64, tile_n=48, consumers=1, cluster_k=2)),
+    ("pipelined", dict(tile_m=64, tile_n=32)),
+    ("blocked", dict(tile_m=128, tile_n=96)),
+    ("direct", dict(tile_m=64, tile_n=32)),
+    ("direct", dict(tile_m=128, tile_n=16)),
+)
+
+
 # (fields of a config that multiplies transposed, m, n)
 SWAPPED_TILES = (
     (dict(tile_m=128, tile_n=144), 288, 328),

@@ -127,8 +127,6 @@ def test_tiles_that_pieces_do_not_divide(tile_n, n):
 @pytest.mark.parametrize("layouts", LAYOUTS)
 @pytest.mark.parametrize("fields, m, n", kernel_cases.SWAPPED_TILES, ids=str)
 def test_swapped_operands(fields, m, n, layouts):
-  if layouts[0] == "T":
-    fields = dict(fields, tile_n=(fields["tile_n"] + 63) // 64 * 64)
   config = small_config("persistent", **fields, swap=True)
   for k in (64, 520):
     check("persistent", make_problem(m, n, k, layouts), config)
@@ -137,6 +135,18 @@ def test_swapped_operands(fields, m, n, layouts):
     config = small_config("split_k", **fields, splits=2, cluster_k=2, swap=True)
     if KERNELS["split_k"].supports(make_problem(m, n, 1024, layouts), config) is None:
       check("split_k", make_problem(m, n, 1024, layouts), config)
+
+
+@pytest.mark.parametrize("layouts", ["NN", "TN"])
+@pytest.mark.parametrize("kernel, fields", kernel_cases.N_MAJOR_TILES, ids=str)
+def test_columns_between_the_blocks_of_an_n_major_rhs(kernel, fields, layouts):
+  for n in (320, 1000, 1001):  # In blocks as stored, in chunks, padded.
+    for k in (200, 64, 1032):
+      problem = make_problem(520, n, k, layouts)
+      if k > 64 or kernel != "split_k":
+        check(kernel, problem, small_config(kernel, **fields))
+  problem = make_problem(520, 1000, 200, layouts, out_dtype="float32", batch=2)
+  check(kernel, problem, small_config(kernel, **fields))
 
 
 @pytest.mark.parametrize("fields", kernel_cases.CHUNKED_TILES, ids=str)

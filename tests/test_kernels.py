@@ -112,9 +112,7 @@ def test_operands_in_chunks(fields):
 @pytest.mark.parametrize("layouts", mostly_slow(["NN", "TT"]))
 @pytest.mark.parametrize("fields, m, n", kernel_cases.SWAPPED_TILES, ids=str)
 def test_swapped_operands(fields, m, n, layouts):
-  """Tiles of any multiple of 16 rows of the result, of 64 where lhs is m-major."""
-  if layouts[0] == "T":
-    fields = dict(fields, tile_n=tiles.round_up(fields["tile_n"], 64))
+  """Tiles of any multiple of 16 rows of the result."""
   config = small_config("persistent", **fields, swap=True)
   check("persistent", make_problem(m, n, 200, layouts), config, num_sms=4)
 
@@ -201,6 +199,14 @@ def test_tiles_that_pieces_do_not_divide(tile_n, swap):
   check("persistent", make_problem(m, n, 136, "NT"), config, num_sms=1)
 
 
+@pytest.mark.parametrize("n", mostly_slow([328, 320, 201]))
+@pytest.mark.parametrize("layouts", ["NN", "TN"])
+@pytest.mark.parametrize("kernel, fields", kernel_cases.N_MAJOR_TILES, ids=str)
+def test_columns_between_the_blocks_of_an_n_major_rhs(kernel, fields, layouts, n):
+  """Slots have whole blocks of 64 columns; the tile has part of the last."""
+  check(kernel, make_problem(200, n, 200, layouts), small_config(kernel, **fields))
+
+
 @pytest.mark.parametrize("num_stages", mostly_slow([3, 2, 5]))
 @pytest.mark.parametrize("k", [64, 128, 640])
 def test_rings_longer_and_shorter_than_k(num_stages, k):
@@ -262,7 +268,7 @@ def test_tile_order_visits_every_tile_once(shape, width, minor):
     ("kernel", "fields", "named"),
     [
         ("blocked", dict(tile_m=100), "tile_m=100"),
-        ("blocked", dict(tile_n=96), "tile_n=96"),
+        ("blocked", dict(tile_n=100), "tile_n=100"),
         ("blocked", dict(tile_k=32), "tile_k=32"),
         ("blocked", dict(tile_m=256, tile_n=256), "accumulator of 256x256"),
         ("blocked", dict(promote=-1), "promote=-1"),
@@ -270,6 +276,7 @@ def test_tile_order_visits_every_tile_once(shape, width, minor):
         ("pipelined", dict(num_stages=1), "num_stages=1"),
         ("pipelined", dict(num_stages=8), "shared memory"),
         ("persistent", dict(tile_m=64), "tile_m=64"),
+        ("persistent", dict(tile_n=96, wg_dim="n"), "48 columns a warpgroup"),
         ("persistent", dict(cluster_m=4, cluster_n=4), "have 1, 2 or 4 CTAs"),
         ("persistent", dict(cluster_m=3), "have 1, 2 or 4 CTAs"),
         ("persistent", dict(cluster_m=-2, cluster_n=-1), "have 1, 2 or 4 CTAs"),

@@ -95,6 +95,16 @@ def test_batches_and_epilogues_lower(kernel, layouts):
       assert f"jaxgemm_{kernel}" in lowered(kernel, problem, small_config(kernel))
 
 
+@pytest.mark.parametrize("n", [320, 328, 201])
+@pytest.mark.parametrize("layouts", ["NN", "TN"])
+@pytest.mark.parametrize("kernel, fields", kernel_cases.N_MAJOR_TILES, ids=str)
+def test_columns_between_blocks_lower(kernel, fields, layouts, n):
+  text = lowered(
+      kernel, make_problem(200, n, 520, layouts), small_config(kernel, **fields)
+  )
+  assert f"jaxgemm_{kernel}" in text
+
+
 @pytest.mark.parametrize("layouts", LAYOUTS)
 @pytest.mark.parametrize("cluster_k", [2, 5, 8])
 def test_sums_within_clusters_lower(cluster_k, layouts):

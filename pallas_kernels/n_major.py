@@ -1,0 +1,99 @@
+"""wgmma of any multiple of 16 columns of an rhs whose rows lie along n.
+
+Such an rhs lies in shared memory in blocks of 8 rows x 64 columns (128 bytes), and
+Pallas takes as many columns as the blocks have. The instruction itself takes any
+multiple of 8: it reads the blocks in the order that its descriptor gives, and of the
+last one what it needs. Here the descriptors are Mosaic's, of all blocks, and the
+number of columns is said apart.
+
+The accumulator passes through as a value; nothing waits for it, as each wgmma that adds
+to it comes behind the last.
+
+Source: the PTX manual's matrix descriptors of wgmma; cuBLAS's tiles for Hopper (288x128
+of operands of which neither is k-major), as the names of its kernels tell.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import fragmented_array, mma_utils
+from jax.experimental.mosaic.gpu.wgmma import wgmma_m64
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, nvvm
+
+from pallas_kernels import tiles
+from pallas_kernels.integers import const64
+
+_BLOCK_COLS = 64  # Elements of 16 bits in 128 bytes; rows of a wgmma, too.
+_REGISTERS = fragmented_array.WGMMA_LAYOUT_ACC_32BIT
+Ref = Any
+
+
+def multiply(acc: Ref, lhs: Ref, rhs: Ref, *, k_major_lhs: bool, transforms) -> None:
+  """acc += lhs @ rhs, of 16-bit operands in shared memory; one group of wgmma.
+
+  Args:
+    acc: accumulator [rows, cols]; rows a multiple of 64, cols one of 16.
+    lhs: [rows, 64], or [64, rows], or in chunks [rows / 64, 64, 64] of which each is
+      [k, m].
+    rhs: [64, columns of the slot], or in chunks [chunks, 64, 64] of which each is [k, n].
+    k_major_lhs: whether lhs is the first of the three.
+    transforms: of both, in shared memory.
+  """
+  parts = tiles.instruction_columns(acc.shape[1])
+
+  @plgpu.inline_mgpu(
+      arg_types=(
+          plgpu.Layout.WGMMA, plgpu.RefType(transforms), plgpu.RefType(transforms),
+      ),
+      return_type=plgpu.ShapeDtypeStruct(
+          acc.shape, acc.dtype, layout=plgpu.Layout.WGMMA
+      ),
+  )
+  def issue(_, sums, lhs, rhs):
+    layout, registers = sums.layout, sums.to_layout(_REGISTERS).registers.copy()
+    lhs = lhs if k_major_lhs else mgpu.memref_transpose(_blocks(lhs), (1, 0, 3, 2))
+    (lhs_begin, lhs_step), (lhs_apart, _), lhs_major = _descriptor(lhs, is_lhs=True)
+    (rhs_begin, rhs_step), (rhs_apart, _), _ = _descriptor(_blocks(rhs), is_lhs=False)
+    dtype = ir.MemRefType(rhs.type).element_type
+    for group in range(len(registers)):
+      for start, size in parts:
+        here = slice(group, group + 1), slice(start // 8, (start + size) // 8)
+        registers[here] = wgmma_m64(
+            registers[here], _behind(lhs_begin, group * lhs_apart),
+            _behind(rhs_begin, start // _BLOCK_COLS * rhs_apart),
+            a_transpose=lhs_major != mma_utils.Dim.K, b_transpose=True,
+            a_k_stride=lhs_step, b_k_stride=rhs_step, n=size,
+            swizzle=tiles.SWIZZLE_BYTES, a_element_type=dtype, b_element_type=dtype,
+        )
+    nvvm.wgmma_commit_group_sync_aligned()
+    found = mgpu.FragmentedArray(
+        _registers=registers, _layout=_REGISTERS, _is_signed=None
+    )
+    return found.to_layout(layout)
+
+  acc[...] = issue(plgpu.wgmma_accumulator_load(acc, wait_n=None), lhs, rhs)
+
+
+def _descriptor(ref: ir.Value, *, is_lhs: bool):
+  """((descriptor, bytes between 16 of k), (bytes between 64 of mn, of k), major)."""
+  (begin, (_, (step,))), apart, major = mma_utils.create_descriptor(
+      ref, swizzle=tiles.SWIZZLE_BYTES, group_size=(_BLOCK_COLS, _BLOCK_COLS),
+      logical_k_major=not is_lhs,
+  )
+  return (begin, step), apart, major
+
+
+def _behind(descriptor: ir.Value, num_bytes: int) -> ir.Value:
+  return arith.addi(descriptor, const64(mma_utils.encode_addr(num_bytes)))
+
+
+def _blocks(ref: ir.Value) -> ir.Value:
+  """[k / 8, mn / 64, 8, 64], of such or of chunks [mn / 64, k / 8, 1, 8, 64]."""
+  if len(ir.MemRefType(ref.type).shape) == 4:
+    return ref
+  ref = mgpu.memref_slice(ref, (slice(None), slice(None), 0))
+  return mgpu.memref_transpose(ref, (1, 0, 2, 3))
