@@ -462,11 +462,15 @@ def _row_costs(
       ("lhs", problem.lhs_shape, problem.lhs_layout == "k-major", tile_m, ways[0]),
       ("rhs", problem.rhs_shape, problem.rhs_layout == "k-major", tile_n, ways[1]),
   ):
-    short = k_major or way == "chunks"
+    # Tiles that end within a block are copied by blocks, and begin where the last ends.
+    between = not k_major and tile_mn % tiles.swizzle_elems(problem.dtype) > 0
+    short = k_major or between or way == "chunks"
     row_bytes = tiles.SWIZZLE_BYTES if short else tile_mn * problem.itemsize
     extra = 0.0 if k_major else model.short_rows  # The next k tile follows in memory.
+    crooked = _crooked(tile_mn * problem.itemsize, model) if between else 0.0
     if operand not in padded:
-      extra += crooked_rows * _crooked(shape[-1] * problem.itemsize, model)
+      crooked = max(crooked, _crooked(shape[-1] * problem.itemsize, model))
+    extra += crooked_rows * crooked
     costs.append(1.0 + extra * tiles.SWIZZLE_BYTES / row_bytes)
   return costs[0], costs[1]
 

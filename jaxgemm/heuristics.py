@@ -116,15 +116,17 @@ def _configs(problem: Problem, device: Device) -> Iterator[tuple[str, Config]]:
   promote = promotion(problem, k_steps)
   for tile_m, tile_n in ((128, 128), (64, 64)):
     yield "blocked", BlockedConfig(tile_m, tile_n, tile_k, promote)
+  # Parts of a block of rhs: to load all of it for them has been seen to gain nothing.
+  block = tiles.rhs_block(problem)
   for tile_m, tile_n, num_stages in tile_shapes.PIPELINED:
     at_once = _num_tiles(problem, tile_m, tile_n) <= 2 * device.num_sms
-    if at_once and not _wasteful(problem, tile_m, tile_n):
+    if tile_n % block == 0 and at_once and not _wasteful(problem, tile_m, tile_n):
       yield "pipelined", PipelinedConfig(tile_m, tile_n, tile_k, num_stages, promote)
   most = _MOST_SHIFTED if misaligned(problem, 16) else direct.MAX_SLOTS
   if problem.itemsize == 2 and k_steps <= most:
     for tile_m, tile_n in tile_shapes.DIRECT:
       soon = _num_tiles(problem, tile_m, tile_n) <= 8 * device.num_sms
-      if soon and not _wasteful(problem, tile_m, tile_n):
+      if tile_n % block == 0 and soon and not _wasteful(problem, tile_m, tile_n):
         yield "direct", DirectConfig(tile_m, tile_n, tile_k, promote)
   usual = *tile_shapes.COOPERATIVE, *tile_shapes.PING_PONG, *tile_shapes.fitted(problem)
   swapped = tuple(tile_shapes.swapped(problem))

@@ -42,11 +42,11 @@ _MOST_SPLIT = 1024  # Columns where lhs is split in registers, anew for each til
 def fitted(problem: Problem) -> Iterator[Shape]:
   """Tiles of all columns of a result of few, or of equal parts of them.
 
-  Of a k-major rhs wgmma takes any multiple of 16; multiples of 64 are tried anyway.
+  wgmma takes any multiple of 16; multiples of 64 are tried anyway.
   """
   if problem.n > _NARROW or problem.itemsize != 2:
     return
-  for cols in _equal_parts(problem.n):
+  for cols in sorted(_equal_parts(problem)):
     if cols % 64 and cols > 32:
       for rows, consumers in _OTHER_SIDES:
         yield rows, cols, consumers, "m"
@@ -55,12 +55,12 @@ def fitted(problem: Problem) -> Iterator[Shape]:
 def swapped(problem: Problem) -> Iterator[Shape]:
   """Tiles of all rows of a result of few, or of equal parts of them.
 
-  wgmma takes any multiple of 16 of them from a k-major lhs, of 64 from an m-major one.
-  Multiples of 64 it takes from the operands in their places, up to 256.
+  wgmma takes any multiple of 16 of them, and multiples of 64 up to 256 from the operands
+  in their places.
   """
   if problem.m > _NARROW or problem.itemsize != 2:
     return
-  for rows in _equal_parts(problem.m):
+  for rows in sorted(_equal_parts(problem.transposed)):
     if rows > 256 or rows % 64 and (rows > 64 or problem.m <= 64):
       for cols, consumers in _OTHER_SIDES:
         yield cols, rows, consumers, "m"
@@ -80,20 +80,22 @@ def filling(product: Problem, device: Device) -> list[Shape]:
     for sms in (device.num_sms, device.ctas_at_once(4)):
       for rounds in _ROUNDS:
         if (most := rounds * sms // of_rows) > 0:
-          cols = _rounded(tiles.cdiv(product.product_n, most))
-          if _LEAST_COLS <= cols <= specialised.MAX_TILE_N:
-            found.add((rows, cols, consumers, "m"))
+          for cols in _columns(product, tiles.cdiv(product.product_n, most)):
+            if _LEAST_COLS <= cols <= specialised.MAX_TILE_N:
+              found.add((rows, cols, consumers, "m"))
   return sorted(found)  # In one order in every process, whatever the hashes of strings.
 
 
-def _equal_parts(size: int) -> set[int]:
-  """Columns of tiles of which one to four cover `size`."""
-  parts = range(tiles.cdiv(size, specialised.MAX_TILE_N), 5)
-  return {_rounded(tiles.cdiv(size, each)) for each in parts}
+def _equal_parts(product: Problem) -> set[int]:
+  """Columns of tiles of which one to four cover those of a result."""
+  parts = range(tiles.cdiv(product.n, specialised.MAX_TILE_N), 5)
+  return set().union(*(_columns(product, tiles.cdiv(product.n, each)) for each in parts))
 
 
-def _rounded(cols: int) -> int:
-  return tiles.round_up(cols, tiles.COLUMN_STEP)
+def _columns(product: Problem, least: int) -> set[int]:
+  """The fewest that tiles may have, and the fewest in whole blocks of rhs."""
+  steps = tiles.COLUMN_STEP, tiles.rhs_block(product)
+  return {tiles.round_up(least, step) for step in steps}
 
 
 def narrow(cols: int, most: int) -> list[int]:
@@ -101,6 +103,5 @@ def narrow(cols: int, most: int) -> list[int]:
   if cols > _MOST_SPLIT:
     return []
   fewest = tiles.cdiv(cols, most)
-  return sorted({
-      tiles.round_up(tiles.cdiv(cols, each), 16) for each in (fewest, fewest + 1)
-  })
+  found = {tiles.cdiv(cols, each) for each in (fewest, fewest + 1)}
+  return sorted({tiles.round_up(least, tiles.COLUMN_STEP) for least in found})
