@@ -59,6 +59,7 @@ class Model:
   crooked_stores: float = 1.5  # Of the result's bytes, where its rows begin so.
   crooked_32: float = 0.367  # Of all three, where they begin at multiples of 32 bytes.
   crooked_64: float = 0.271  # The same, of 64 bytes.
+  hot: float = 0.1  # A k tile of an operand that all CTAs ask for at once, if crooked.
   reread: float = 0.221  # Share of an operand that each second tile fetches anew.
   load_rate: float = 23.9e3  # Memory to shared memory through registers, shifted.
   direct_rate: float = 39.3e3  # The same, where rows are aligned to 16 bytes.
@@ -273,7 +274,15 @@ def _supply(
       valid[operand] / (model.load_rate if operand in shifted else model.direct_rate)
       for operand in loaded
   )
-  return tiles.SWIZZLE_BYTES * max(by_tma, by_loads)
+  if loaded:
+    return tiles.SWIZZLE_BYTES * max(by_tma, by_loads)
+  # The lines of the only tile along m, or n, are asked for by all clusters at once.
+  hot = 0.0
+  if problem.m <= config.tile_m:
+    hot += _crooked(problem.lhs_shape[-1] * problem.itemsize, model) / shared_lhs
+  if problem.product_n <= config.tile_n:
+    hot += _crooked(problem.rhs_shape[-1] * problem.itemsize, model) / shared_rhs
+  return tiles.SWIZZLE_BYTES * by_tma + model.hot * hot
 
 
 def _busy(
