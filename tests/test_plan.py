@@ -448,3 +448,39 @@ def test_one_more_stage_for_smaller_pieces_of_the_result():
     best[k] = found[0].num_stages
   assert stages[1104] == {3: 6, 4: 22}
   assert best == {1104: 3, 16384 + 16: 4}
+
+
+def _columns_of(problem: Problem, kernel: str) -> set[int]:
+  """tile_n of the candidates that multiply the operands in their places."""
+  found = heuristics.candidates(problem, H200)
+  return {
+      c.config.tile_n for c in found
+      if c.kernel == kernel and not getattr(c.config, "swap", False)
+  }
+
+
+@pytest.mark.parametrize("kernel", ["persistent", "split_k", "pipelined", "direct"])
+def test_tiles_break_the_blocks_of_an_n_major_rhs_only_where_that_was_faster(kernel):
+  """Where rows begin within lines of 128 bytes, and at most a fifth is for others."""
+  between = lambda n, k, layout="n-major": {
+      cols for cols in _columns_of(Problem(656, n, k, rhs_layout=layout), kernel)
+      if cols % 64
+  }
+  for k in (512, 6440):
+    assert not between(2176, k) and not between(2177, k)  # Whole lines, or padded so.
+  if kernel == "persistent":
+    crooked = between(2168, 6440)
+    assert crooked and all(tiles.round_up(n, 64) <= 1.25 * n for n in crooked)
+    assert any(tiles.round_up(n, 64) > 1.25 * n for n in between(2168, 6440, "k-major"))
+  assert (between(24, 6440) != set()) == (kernel in ("persistent", "split_k"))
+
+
+def test_few_lines_that_all_ctas_ask_for_are_no_choice_for_pipelined():
+  """On the chip 40 rows of lhs, in lines that 102 CTAs ask for, took it 6.5 us of 4.5."""
+  problem = Problem(
+      40, 6520, 408, lhs_layout="m-major", dtype="float16", out_dtype="float16",
+      algorithm="f16_f32",
+  )
+  best, *others = heuristics.candidates(problem, H200)
+  assert best.kernel != "pipelined"
+  assert any(c.kernel == "pipelined" for c in others)
