@@ -1,7 +1,7 @@
 """Fits the constants of the heuristics' cost model to measured times.
 
 The times are those of experiments/sweep.py. A seeded random search moves the
-logarithms of the constants of jaxgemm.cost_model.Model. What it makes small is,
+logarithms of the constants of jaxgemm.cost_constants.Model. What it makes small is,
 on average over the problems,
 
   the error of log(estimate / time), where the fastest candidates weigh most (of those
@@ -37,6 +37,7 @@ from experiments import common_flags, products, progress
 from experiments.report import geometric_mean
 from experiments.sweep import xla_estimate_us
 from jaxgemm import cost_model, heuristics
+from jaxgemm.cost_constants import MODEL, Model
 from jaxgemm.device import Device, known_device
 from pallas_kernels import KERNELS
 from pallas_kernels.problem import ALGORITHM_OF_DTYPE, Config, Problem
@@ -56,7 +57,7 @@ _ITERATIONS = flags.DEFINE_integer(
 _CONSTANTS = flags.DEFINE_list(
     "constants", None, "The constants to fit, the others held still; by default all."
 )
-_NAMES = [field.name for field in dataclasses.fields(cost_model.Model)]
+_NAMES = [field.name for field in dataclasses.fields(Model)]
 flags.register_validator(
     _CONSTANTS.name, lambda names: names is None or names and set(names) <= set(_NAMES),
     f"must be among {', '.join(_NAMES)}",
@@ -107,18 +108,18 @@ class Group:
   xla_us: float | None
   xla_estimate_us: float | None
 
-  def estimates_us(self, model: cost_model.Model) -> np.ndarray:
+  def estimates_us(self, model: Model) -> np.ndarray:
     """Returns the estimate of each candidate under `model`."""
     return np.array([self._estimate_us(one, model) for one in self.measured])
 
-  def _estimate_us(self, one: Measured, model: cost_model.Model) -> float | None:
+  def _estimate_us(self, one: Measured, model: Model) -> float | None:
     if one.config is None:
       return self.xla_estimate_us
     return cost_model.estimate(
         self.problem, one.kernel, one.config, self.device, model
     ).time_us
 
-  def expected_us(self, model: cost_model.Model) -> tuple[np.ndarray, float]:
+  def expected_us(self, model: Model) -> tuple[np.ndarray, float]:
     """Returns the time of each candidate as it was measured, and its tolerance.
 
     In turns no candidate pays for the energy that it takes, but all of them for what all
@@ -133,7 +134,7 @@ class Group:
   def times_us(self) -> np.ndarray:
     return np.array([one.time_us for one in self.measured])
 
-  def choice(self, model: cost_model.Model) -> Measured:
+  def choice(self, model: Model) -> Measured:
     """Returns the listed candidate of the shortest estimate."""
     order = self.estimates_us(model).argsort(kind="stable")
     return next(self.measured[i] for i in order if self.measured[i].listed)
@@ -142,7 +143,7 @@ class Group:
     """Returns the fastest of all that were measured."""
     return min(self.measured, key=lambda one: one.time_us)
 
-  def regret(self, model: cost_model.Model) -> float:
+  def regret(self, model: Model) -> float:
     return self.choice(model).time_us / self.best().time_us
 
 
@@ -196,7 +197,7 @@ def _group(rows: Sequence[dict[str, Any]]) -> Group:
   )
 
 
-def loss(groups: Sequence[Group], model: cost_model.Model) -> float:
+def loss(groups: Sequence[Group], model: Model) -> float:
   """Returns how far `model` is from the times; see the module's docstring."""
   total = 0.0
   for group in groups:
@@ -215,12 +216,12 @@ def loss(groups: Sequence[Group], model: cost_model.Model) -> float:
 
 def fit(
     groups: Sequence[Group],
-    start: cost_model.Model = cost_model.MODEL,
+    start: Model = MODEL,
     *,
     iterations: int,
     seed: int,
     names: Collection[str] = tuple(_NAMES),
-) -> cost_model.Model:
+) -> Model:
   """Returns the model that a random search from `start` finds best.
 
   The search moves the constants of those names, which have three significant digits.
@@ -228,8 +229,8 @@ def fit(
   rng = np.random.default_rng(seed)
   origin = np.log(dataclasses.astuple(start))
 
-  def evaluated(logs: np.ndarray) -> tuple[float, cost_model.Model]:
-    model = cost_model.Model(*(float(f"{value:.3g}") for value in np.exp(logs)))
+  def evaluated(logs: np.ndarray) -> tuple[float, Model]:
+    model = Model(*(float(f"{value:.3g}") for value in np.exp(logs)))
     pull = _PULL * np.mean((logs - origin) ** 2)
     return loss(groups, model) + float(pull), model
 
@@ -250,7 +251,7 @@ def fit(
   return best_model
 
 
-def table(groups: Sequence[Group], models: dict[str, cost_model.Model]) -> str:
+def table(groups: Sequence[Group], models: dict[str, Model]) -> str:
   """Returns the best candidate of each problem, and each model's choice."""
   lines = []
   for group in groups:
@@ -276,7 +277,7 @@ def table(groups: Sequence[Group], models: dict[str, cost_model.Model]) -> str:
   )
 
 
-def summary(groups: Sequence[Group], name: str, model: cost_model.Model) -> str:
+def summary(groups: Sequence[Group], name: str, model: Model) -> str:
   """Returns what `table` says of one model, in a line."""
   found = [group.regret(model) for group in groups]
   worst = groups[int(np.argmax(found))].name
@@ -286,8 +287,8 @@ def summary(groups: Sequence[Group], name: str, model: cost_model.Model) -> str:
   )
 
 
-def source(model: cost_model.Model) -> str:
-  """Returns the definition of cost_model.Model with the constants of `model`."""
+def source(model: Model) -> str:
+  """Returns the definition of cost_constants.Model with the constants of `model`."""
 
   def replaced(match: re.Match[str]) -> str:
     return match["start"] + _literal(getattr(model, match["name"]))
@@ -295,7 +296,7 @@ def source(model: cost_model.Model) -> str:
   return re.sub(
       r"(?m)^(?P<start> +(?P<name>\w+): float = )[\d.e+-]+",
       replaced,
-      inspect.getsource(cost_model.Model),
+      inspect.getsource(Model),
   ).rstrip()
 
 
@@ -319,7 +320,7 @@ def main(argv: Sequence[str]) -> None:
     raise app.UsageError(str(error)) from error
   if not groups:
     raise app.UsageError("no problem has two timed candidates")
-  models = {"now": cost_model.MODEL}
+  models = {"now": MODEL}
   if not _CHECK.value:
     num_estimates = sum(len(group.measured) for group in groups)
     affordable = max(1, _MAX_ESTIMATES // num_estimates)

@@ -13,20 +13,19 @@ The model follows what the chip does with it:
             than their bytes
   extra     passes of their own: padding, rounding to TF32, adding partial sums
 
-The constants (`Model`) are fitted to measured times: see
-experiments/fit_heuristics.py. Nothing here knows a shape by name.
+What bytes cost on their way is `traffic`'s. The constants are those of a
+`cost_constants.Model`. Nothing here knows a shape by name.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import math
 from typing import NamedTuple
 
-from jaxgemm import operand_passes
+from jaxgemm import operand_passes, traffic
+from jaxgemm.cost_constants import MODEL, Model
 from jaxgemm.device import Device
-from jaxgemm.operand_passes import Pass, misaligned, multiplied, wg_tile
+from jaxgemm.operand_passes import Pass, multiplied, wg_tile
 from pallas_kernels import (
   KERNELS,
   blocked,
@@ -39,72 +38,6 @@ from pallas_kernels import (
   tiles,
 )
 from pallas_kernels.problem import Config, GemvConfig, PersistentConfig, Problem
-
-
-@dataclasses.dataclass(frozen=True)
-class Model:
-  """Constants of the cost model; times in us, rates in bytes/us of one SM."""
-
-  roles: float = 0.574  # Of a kernel with a producer: to part the registers.
-  team: float = 0.571  # Of each consumer but the first, to get going.
-  cluster: float = 0.0757  # Of each CTA of a cluster, to be launched together.
-  latency: float = 0.868  # From asking for a tile to having it.
-  wait: float = 0.692  # The same, while all SMs ask, beside what its bytes take.
-  descriptors: float = 0.454  # Until TMA has fetched them, and of its last store.
-  l2_rate: float = 137e3  # L2 to shared memory.
-  multicast: float = 0.352  # What an SM receives, beside what it asks for.
-  short_rows: float = 0.0108  # Of operands copied in rows of 128 bytes; less if longer.
-  crooked_rows: float = 2.0  # The same, where rows begin in the midst of 128 bytes.
-  crooked_memory: float = 0.21  # What crooked rows cost the memory itself.
-  crooked_stores: float = 1.5  # Of the result's bytes, where its rows begin so.
-  crooked_32: float = 0.367  # Of all three, where they begin at multiples of 32 bytes.
-  crooked_64: float = 0.271  # The same, of 64 bytes.
-  hot: float = 0.1  # A k tile of an operand that all CTAs ask for at once, if crooked.
-  reread: float = 0.221  # Share of an operand that each second tile fetches anew.
-  load_rate: float = 23.9e3  # Memory to shared memory through registers, shifted.
-  direct_rate: float = 39.3e3  # The same, where rows are aligned to 16 bytes.
-  round: float = 0.211  # Of direct's loads that wait for the ones before.
-  store_rate: float = 33.9e3  # Registers of a warpgroup to memory.
-  masked_rate: float = 48.3e3  # The same, not by TMA.
-  piece: float = 0.11  # Each piece beyond the fewest that a tile could be stored in.
-  step: float = 0.0262  # Barriers and bookkeeping of a k tile.
-  shared_step: float = 0.0134  # The same, where another consumer's wgmma runs meanwhile.
-  solo: float = 0.32  # Of pipelined's steps, where one CTA has an SM to itself.
-  single: float = 0.945  # Of the tensor cores' time, one warpgroup at a time.
-  wide: float = 1.09  # The same, two wgmma a k tile: one holds 256 columns at most.
-  narrow: float = 83.6  # Columns of a wgmma that takes no less time with fewer.
-  chunks: float = 1.03  # The same, wgmma of 64 columns, as rhs comes in chunks.
-  promotion: float = 0.0181  # Of the sums, once.
-  lhs_split: float = 0.41  # Of 32 of k in registers, by one consumer.
-  lhs_split_two: float = 0.61  # The same, by two at once.
-  lhs_split_three: float = 0.70
-  beside: float = 1.8  # Power of the mean of that and its wgmma: partly at once.
-  exchange_rate: float = 11e3  # Through distributed shared memory.
-  k_cluster: float = 1.09  # Of k tiles, where a cluster shares out k.
-  energy: float = 1.18  # Of an operation, at the highest clocks: 1 is what power allows.
-  fill_energy: float = 12.6  # The same, of an element on its way into shared memory.
-  memory: float = 1.09  # Share of the bandwidth that a product reaches.
-  tail: float = 1.68  # Of a tile that some SMs have more than others, beside the memory.
-  apart: float = 0.235  # What the memory loses where k is split: rows far apart.
-  reduce: float = 1.61  # Launch of the kernel that adds the parts of split-k.
-  reduce_rate: float = 4.87e6  # Its bytes, out of the L2; of the whole chip.
-  part: float = 0.0175  # Of each part of an element, one after the other.
-  guard: float = 8.0  # Of float16 parts: to see whether they do, in small kernels.
-  scales: float = 4.0  # Of an operand that XLA's kernels scale, not ours.
-  pass_launch: float = 0.809  # Launch of a pass over an operand.
-  pass_rate: float = 3.57e6  # Bytes read and written; of the whole chip.
-  pad_launch: float = 1.3  # The same two of a pass that pads rows of odd lengths, both
-  pad_rate: float = 4.2e6  # operands' in one launch; by hand, of cold operands.
-  gemv: float = 0.44  # Launch of gemv. Its seven: 72 times of 36 products, off by 10%.
-  gemv_memory: float = 0.955  # Of the memory's time.
-  gemv_narrow: float = 0.16  # More of it, each time that a thread loads half of 16 bytes.
-  gemv_group: float = 0.73  # Of rows of the matrix that are loaded at once.
-  gemv_row: float = 0.13  # Share of both that a further row adds, of 32 bits.
-  gemv_sum: float = 0.33  # To add up the sums of splits,
-  gemv_part: float = 0.04  # and of each of them.
-
-
-MODEL = Model()
 
 
 class Estimate(NamedTuple):
@@ -163,7 +96,7 @@ def estimate(
   energy = _energy(problem, config, device, model)
   more_pieces = _more_pieces(problem, config)
   problem = multiplied(problem, config)
-  shared_rhs, shared_lhs = _multicast(config)
+  shared_rhs, shared_lhs = traffic.multicast(config)
   splits = getattr(config, "splits", 1)
   cluster_k = getattr(config, "cluster_k", 1)
   has_roles = isinstance(config, PersistentConfig)
@@ -185,22 +118,22 @@ def estimate(
   elif operand_tiles.takes_loads(problem, config):
     loaded, needed = tuple(operand for _, operand, _ in needed), ()
   padded = tuple(operand for _, operand, _ in needed)
-  costs = _row_costs(
+  costs = traffic.row_costs(
       problem, config.tile_m, config.tile_n, padded, model, model.crooked_rows
   )
-  memory_costs = _row_costs(
+  memory_costs = traffic.row_costs(
       problem, config.tile_m, config.tile_n, padded, model, model.crooked_memory
   )
   busy = _busy(
       problem, kernel, config, device, model, per_sm=per_sm, k_steps=k_steps, sums=sums,
       masked=masked and sums == 1, steps_of_slot=num_products, more_pieces=more_pieces,
       promotes=promotes, splits_lhs=splits_lhs,
-      supply=_supply(problem, config, model, costs, loaded, loads),
+      supply=traffic.supply(problem, config, model, costs, loaded, loads),
   )
   bound = "power" if energy > busy else "the SMs"
   busy = _limited(busy, energy)
-  memory_costs += (1.0 + model.crooked_stores * _crooked(row_bytes, model),)
-  memory = _memory(problem, device, model, memory_costs, tiles_m, tiles_n, weights)
+  memory_costs += (1.0 + model.crooked_stores * traffic.crooked(row_bytes, model),)
+  memory = traffic.memory(problem, device, model, memory_costs, tiles_m, tiles_n, weights)
   memory *= 1 + model.apart * (1 - 1 / splits)
   if per_sm > 1:
     memory += model.tail * (-num_tiles % at_once) / at_once * busy / per_sm
@@ -248,41 +181,6 @@ def _gemv(
     time += partial_bytes / model.reduce_rate
   bound = "the memory" if memory > waits else "the SMs"
   return Estimate(time, ctas, per_sm, groups, bound, config.splits, (), ())
-
-
-def _supply(
-    problem: Problem, config: Config, model: Model, costs, loaded,
-    loads: tuple[float, float],
-) -> float:
-  """Time to bring what one step multiplies into shared memory.
-
-  `costs` are those of `_row_costs`; `loaded` names what comes through registers, and
-  `loads` says how often a step brings 128 bytes of each row of lhs and of rhs.
-  """
-  rows = config.tile_m  # Those beyond the last are not loaded, if lhs is k-major.
-  if problem.lhs_layout == "k-major":
-    rows = min(rows, problem.m)
-  shared_rhs, shared_lhs = _multicast(config)
-  cols = tiles.round_up(config.tile_n, tiles.rhs_block(problem))
-  lhs_rows, rhs_rows = rows * loads[0], cols * loads[1]
-  asked = lhs_rows * costs[0] / shared_lhs + rhs_rows * costs[1] / shared_rhs
-  received = lhs_rows * costs[0] + rhs_rows * costs[1]
-  by_tma = max(asked, model.multicast * received) / model.l2_rate
-  valid = {"lhs": min(rows, problem.m), "rhs": min(cols, problem.n)}
-  shifted = misaligned(problem, 16)
-  by_loads = sum(
-      valid[operand] / (model.load_rate if operand in shifted else model.direct_rate)
-      for operand in loaded
-  )
-  if loaded:
-    return tiles.SWIZZLE_BYTES * max(by_tma, by_loads)
-  # The lines of the only tile along m, or n, are asked for by all clusters at once.
-  hot = 0.0
-  if problem.m <= config.tile_m:
-    hot += _crooked(problem.lhs_shape[-1] * problem.itemsize, model) / shared_lhs
-  if problem.product_n <= config.tile_n:
-    hot += _crooked(problem.rhs_shape[-1] * problem.itemsize, model) / shared_rhs
-  return tiles.SWIZZLE_BYTES * by_tma + model.hot * hot
 
 
 def _busy(
@@ -394,30 +292,6 @@ def _limited(busy: float, energy: float) -> float:
   return math.sqrt(busy * max(busy, energy))
 
 
-def _memory(
-    problem: Problem, device: Device, model: Model, costs, tiles_m: int, tiles_n: int,
-    weights: tuple[int, int],
-) -> float:
-  """Time of the memory for the bytes that must move.
-
-  `costs` are those of `_row_costs`, and of the result. Operands count as often as
-  `weights` says.
-  """
-  lhs_bytes, rhs_bytes, other_bytes = _operand_bytes(problem)
-  lhs_bytes, rhs_bytes = lhs_bytes * weights[0], rhs_bytes * weights[1]
-  if tiles_n > 1:
-    lhs_bytes *= 1 + model.reread
-  if tiles_m > 1:
-    rhs_bytes *= 1 + model.reread
-  moved = lhs_bytes * costs[0] + rhs_bytes * costs[1] + other_bytes * costs[2]
-  return moved / (device.bandwidth_tbps * 1e6 * model.memory)
-
-
-def _multicast(config: Config) -> tuple[int, int]:
-  """CTAs of a cluster that share an rhs tile, and an lhs tile."""
-  return getattr(config, "cluster_m", 1), getattr(config, "cluster_n", 1)
-
-
 def _resident(problem: Problem, kernel: str, config: Config) -> int:
   """CTAs of one warpgroup that share an SM."""
   by_smem = tiles.SMEM_LIMIT_BYTES // KERNELS[kernel].smem_bytes(problem, config)
@@ -447,46 +321,3 @@ def _extra(
     if what != "padding":
       time += model.pass_launch + 2 * num_bytes / model.pass_rate
   return time
-
-
-@functools.lru_cache(maxsize=1024)
-def _operand_bytes(problem: Problem) -> tuple[int, int, int]:
-  """Bytes of lhs, of rhs, and of everything else."""
-  lhs = math.prod(problem.lhs_shape) * problem.itemsize
-  rhs = math.prod(problem.rhs_shape) * problem.itemsize * (1 + problem.epilogue.gated)
-  return lhs, rhs, problem.num_bytes - lhs - rhs
-
-
-def _row_costs(
-    problem: Problem, tile_m: int, tile_n: int, padded: tuple[str, ...], model: Model,
-    crooked_rows: float,
-) -> tuple[float, float]:
-  """What it costs to fetch lhs and rhs, in multiples of their bytes.
-
-  A tile is fetched in rows: a k tile of a k-major operand, else the tile's whole
-  width. Short ones make poor use of the memory's pages and of the L2's lines.
-  """
-  costs, ways = [], operand_tiles.ways(problem)
-  for operand, shape, k_major, tile_mn, way in (
-      ("lhs", problem.lhs_shape, problem.lhs_layout == "k-major", tile_m, ways[0]),
-      ("rhs", problem.rhs_shape, problem.rhs_layout == "k-major", tile_n, ways[1]),
-  ):
-    # Tiles that end within a block are copied by blocks, and begin where the last ends.
-    between = not k_major and tile_mn % tiles.swizzle_elems(problem.dtype) > 0
-    short = k_major or between or way == "chunks"
-    row_bytes = tiles.SWIZZLE_BYTES if short else tile_mn * problem.itemsize
-    extra = 0.0 if k_major else model.short_rows  # The next k tile follows in memory.
-    crooked = _crooked(tile_mn * problem.itemsize, model) if between else 0.0
-    if operand not in padded:
-      crooked = max(crooked, _crooked(shape[-1] * problem.itemsize, model))
-    extra += crooked_rows * crooked
-    costs.append(1.0 + extra * tiles.SWIZZLE_BYTES / row_bytes)
-  return costs[0], costs[1]
-
-
-def _crooked(num_bytes: int, model: Model) -> float:
-  """How much of rows of so many bytes lies in lines of 128 that other rows share."""
-  for line, share in ((128, 0.0), (64, model.crooked_64), (32, model.crooked_32)):
-    if num_bytes % line == 0:
-      return share
-  return 1.0

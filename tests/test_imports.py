@@ -16,7 +16,8 @@ PACKAGES = ("pallas_kernels", "jaxgemm", "experiments", "tests")
 
 # Of jaxgemm's own modules, each may import only those before it.
 LAYERS = (
-    ("device", "arguments", "operand_passes"),
+    ("device", "arguments", "operand_passes", "cost_constants"),
+    ("traffic",),
     ("cost_model", "tile_shapes"),
     ("xla_times",),
     ("contexts", "table", "heuristics", "dims", "precision", "reference", "quantisation"),
@@ -36,7 +37,7 @@ LAYERS = (
 KERNEL_IMPORTERS = {
     "cost_model", "cotangents", "heuristics", "invariance", "launch", "losses",
     "operand_passes", "plan",
-    "table", "tile_shapes", "triton_heuristics", "user_table", "xla_times",
+    "table", "tile_shapes", "traffic", "triton_heuristics", "user_table", "xla_times",
 }
 # A checkout has suites to tune for; a wheel has none, and must not miss them.
 SUITES_IMPORTER = ROOT / "jaxgemm" / "autotune" / "problems.py"

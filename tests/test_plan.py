@@ -14,12 +14,13 @@ import pytest
 import jaxgemm
 from jaxgemm import cost_model, device, heuristics, plan, table, tile_shapes
 from jaxgemm.contexts import current_target
+from jaxgemm.cost_constants import MODEL
 from pallas_kernels import KERNELS, TILE_KERNELS, specialised, tiles, triton
 from pallas_kernels.problem import (
-    BlockedConfig,
-    Epilogue,
-    PersistentConfig,
-    Problem,
+  BlockedConfig,
+  Epilogue,
+  PersistentConfig,
+  Problem,
 )
 from tests import kernel_cases
 
@@ -203,10 +204,10 @@ def test_partial_sums_are_not_transposed():
 @pytest.mark.parametrize(("n", "crooked"), [(65536, False), (65544, True)])
 def test_rows_are_those_of_the_result_also_of_swapped_operands(n, crooked):
   config = PersistentConfig(tile_m=64, tile_n=48, num_stages=8, consumers=1, swap=True)
-  straight = dataclasses.replace(cost_model.MODEL, crooked_stores=0.0)
+  straight = dataclasses.replace(MODEL, crooked_stores=0.0)
   with_it, without = (
       cost_model.estimate(Problem(40, n, 64), "persistent", config, H200, model).time_us
-      for model in (cost_model.MODEL, straight)
+      for model in (MODEL, straight)
   )
   assert (with_it > without) == crooked
 

@@ -13,6 +13,7 @@ import pytest
 
 from experiments import fit_heuristics, gate, products, report, suites, summary, sweep
 from jaxgemm import cost_model, heuristics, xla_times
+from jaxgemm.cost_constants import MODEL
 from pallas_kernels import KERNELS
 
 
@@ -94,10 +95,10 @@ def test_sweep_summary(tmp_path, capsys):
 
 
 TRUE_MODEL = dataclasses.replace(
-    cost_model.MODEL,
-    latency=2 * cost_model.MODEL.latency,
-    l2_rate=cost_model.MODEL.l2_rate / 2,
-    step=3 * cost_model.MODEL.step,
+    MODEL,
+    latency=2 * MODEL.latency,
+    l2_rate=MODEL.l2_rate / 2,
+    step=3 * MODEL.step,
 )
 
 
@@ -127,7 +128,7 @@ def test_fit_reads_a_sweep(sweep_file):
     assert len(group.measured) == len(listed) and group.device == H200
     assert all(one.listed for one in group.measured)
     np.testing.assert_allclose(
-        sorted(group.estimates_us(cost_model.MODEL)), [c.time_us for c in listed]
+        sorted(group.estimates_us(MODEL)), [c.time_us for c in listed]
     )
     assert group.regret(TRUE_MODEL) == 1.0 and group.xla_us > 0
 
@@ -140,7 +141,7 @@ def test_fit_refuses_other_rows(tmp_path):
 
 def test_fit_finds_a_better_model(sweep_file):
   groups = fit_heuristics.read([sweep_file])
-  present = fit_heuristics.loss(groups, cost_model.MODEL)
+  present = fit_heuristics.loss(groups, MODEL)
   true = fit_heuristics.loss(groups, TRUE_MODEL)
   assert true < present / 2
   fitted = fit_heuristics.fit(groups, iterations=120, seed=0)
@@ -152,14 +153,14 @@ def test_fit_finds_a_better_model(sweep_file):
 def test_fit_moves_only_what_it_shall(sweep_file):
   groups = fit_heuristics.read([sweep_file])
   fitted = fit_heuristics.fit(groups, iterations=20, seed=0, names=["step", "wait"])
-  found, start = dataclasses.asdict(fitted), dataclasses.asdict(cost_model.MODEL)
+  found, start = dataclasses.asdict(fitted), dataclasses.asdict(MODEL)
   assert {name for name in found if found[name] != start[name]} == {"step", "wait"}
 
 
 def test_what_ran_in_turns_did_not_pay_for_its_energy(tmp_path):
   """All of it may be slower, by what the energy of all takes; what ran alone may not."""
   case = suites.make_case(8192, 8192, 8192)
-  free = dataclasses.replace(cost_model.MODEL, energy=0.0)
+  free = dataclasses.replace(MODEL, energy=0.0)
 
   def loss(slowness: float, *, sustained: bool) -> float:
     time_us = lambda kernel, config: slowness * (
@@ -171,7 +172,7 @@ def test_what_ran_in_turns_did_not_pay_for_its_energy(tmp_path):
     path.write_text("\n".join(json.dumps(r | {"sustained": sustained}) for r in rows))
     (group,) = fit_heuristics.read([path])
     assert group.sustained == sustained
-    return fit_heuristics.loss([group], cost_model.MODEL)
+    return fit_heuristics.loss([group], MODEL)
 
   assert loss(1.0, sustained=False) == pytest.approx(loss(1.05, sustained=False), 0.01)
   assert loss(1.0, sustained=False) < loss(1.5, sustained=False) - 0.2

@@ -1,0 +1,75 @@
+"""The constants of the cost model: what an H200 was measured to do.
+
+They are fitted to measured times (see experiments/fit_heuristics.py), but for those
+that say otherwise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+  """Constants of the cost model; times in us, rates in bytes/us of one SM."""
+
+  roles: float = 0.574  # Of a kernel with a producer: to part the registers.
+  team: float = 0.571  # Of each consumer but the first, to get going.
+  cluster: float = 0.0757  # Of each CTA of a cluster, to be launched together.
+  latency: float = 0.868  # From asking for a tile to having it.
+  wait: float = 0.692  # The same, while all SMs ask, beside what its bytes take.
+  descriptors: float = 0.454  # Until TMA has fetched them, and of its last store.
+  l2_rate: float = 137e3  # L2 to shared memory.
+  multicast: float = 0.352  # What an SM receives, beside what it asks for.
+  short_rows: float = 0.0108  # Of operands copied in rows of 128 bytes; less if longer.
+  crooked_rows: float = 2.0  # The same, where rows begin in the midst of 128 bytes.
+  crooked_memory: float = 0.21  # What crooked rows cost the memory itself.
+  crooked_stores: float = 1.5  # Of the result's bytes, where its rows begin so.
+  crooked_32: float = 0.367  # Of all three, where they begin at multiples of 32 bytes.
+  crooked_64: float = 0.271  # The same, of 64 bytes.
+  hot: float = 0.1  # A k tile of an operand that all CTAs ask for at once, if crooked.
+  reread: float = 0.221  # Share of an operand that each second tile fetches anew.
+  load_rate: float = 23.9e3  # Memory to shared memory through registers, shifted.
+  direct_rate: float = 39.3e3  # The same, where rows are aligned to 16 bytes.
+  round: float = 0.211  # Of direct's loads that wait for the ones before.
+  store_rate: float = 33.9e3  # Registers of a warpgroup to memory.
+  masked_rate: float = 48.3e3  # The same, not by TMA.
+  piece: float = 0.11  # Each piece beyond the fewest that a tile could be stored in.
+  step: float = 0.0262  # Barriers and bookkeeping of a k tile.
+  shared_step: float = 0.0134  # The same, where another consumer's wgmma runs meanwhile.
+  solo: float = 0.32  # Of pipelined's steps, where one CTA has an SM to itself.
+  single: float = 0.945  # Of the tensor cores' time, one warpgroup at a time.
+  wide: float = 1.09  # The same, two wgmma a k tile: one holds 256 columns at most.
+  narrow: float = 83.6  # Columns of a wgmma that takes no less time with fewer.
+  chunks: float = 1.03  # The same, wgmma of 64 columns, as rhs comes in chunks.
+  promotion: float = 0.0181  # Of the sums, once.
+  lhs_split: float = 0.41  # Of 32 of k in registers, by one consumer.
+  lhs_split_two: float = 0.61  # The same, by two at once.
+  lhs_split_three: float = 0.70
+  beside: float = 1.8  # Power of the mean of that and its wgmma: partly at once.
+  exchange_rate: float = 11e3  # Through distributed shared memory.
+  k_cluster: float = 1.09  # Of k tiles, where a cluster shares out k.
+  energy: float = 1.18  # Of an operation, at the highest clocks: 1 is what power allows.
+  fill_energy: float = 12.6  # The same, of an element on its way into shared memory.
+  memory: float = 1.09  # Share of the bandwidth that a product reaches.
+  tail: float = 1.68  # Of a tile that some SMs have more than others, beside the memory.
+  apart: float = 0.235  # What the memory loses where k is split: rows far apart.
+  reduce: float = 1.61  # Launch of the kernel that adds the parts of split-k.
+  reduce_rate: float = 4.87e6  # Its bytes, out of the L2; of the whole chip.
+  part: float = 0.0175  # Of each part of an element, one after the other.
+  guard: float = 8.0  # Of float16 parts: to see whether they do, in small kernels.
+  scales: float = 4.0  # Of an operand that XLA's kernels scale, not ours.
+  pass_launch: float = 0.809  # Launch of a pass over an operand.
+  pass_rate: float = 3.57e6  # Bytes read and written; of the whole chip.
+  pad_launch: float = 1.3  # The same two of a pass that pads rows of odd lengths, both
+  pad_rate: float = 4.2e6  # operands' in one launch; by hand, of cold operands.
+  gemv: float = 0.44  # Launch of gemv. Its seven: 72 times of 36 products, off by 10%.
+  gemv_memory: float = 0.955  # Of the memory's time.
+  gemv_narrow: float = 0.16  # More of it, each time that a thread loads half of 16 bytes.
+  gemv_group: float = 0.73  # Of rows of the matrix that are loaded at once.
+  gemv_row: float = 0.13  # Share of both that a further row adds, of 32 bits.
+  gemv_sum: float = 0.33  # To add up the sums of splits,
+  gemv_part: float = 0.04  # and of each of them.
+
+
+MODEL = Model()
