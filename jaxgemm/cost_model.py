@@ -13,8 +13,8 @@ The model follows what the chip does with it:
             than their bytes
   extra     passes of their own: padding, rounding to TF32, adding partial sums
 
-What bytes cost on their way is `traffic`'s. The constants are those of a
-`cost_constants.Model`. Nothing here knows a shape by name.
+`work` counts tiles and steps, `traffic` says what bytes cost, `cost_constants` has the
+constants. Nothing here knows a shape by name.
 """
 
 from __future__ import annotations
@@ -22,22 +22,13 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from jaxgemm import operand_passes, traffic
+from jaxgemm import traffic
 from jaxgemm.cost_constants import MODEL, Model
 from jaxgemm.device import Device
-from jaxgemm.operand_passes import Pass, multiplied, wg_tile
-from pallas_kernels import (
-  KERNELS,
-  blocked,
-  direct,
-  epilogue,
-  gemv,
-  operand_tiles,
-  parts,
-  specialised,
-  tiles,
-)
-from pallas_kernels.problem import Config, GemvConfig, PersistentConfig, Problem
+from jaxgemm.operand_passes import Pass, wg_tile
+from jaxgemm.work import Work
+from pallas_kernels import KERNELS, blocked, direct, gemv, operand_tiles, tiles
+from pallas_kernels.problem import Config, GemvConfig, Problem
 
 
 class Estimate(NamedTuple):
@@ -78,84 +69,23 @@ def estimate(
   """What the model expects of a config that serves the problem."""
   if isinstance(config, GemvConfig):
     return _gemv(problem, config, device, model)
-  split = parts.of(problem, config)
-  splits_lhs = split is not None and split.lhs_in_registers
-  stored = problem.transposed if splits_lhs and config.swap else problem
-  row_bytes = stored.n * stored.out_itemsize
-  masked = kernel == direct.NAME or row_bytes % 16 > 0
-  splitting = operand_passes.splitting(problem, config, split) if split else ()
-  num_parts, num_products = (split.count, split.num_products) if split else (1, 1)
-  # Of lhs and rhs, beside those of one k tile of one part.
-  loads = num_parts / num_products, num_parts / num_products
-  weights = num_parts, num_parts
-  if splits_lhs:  # 32 of k: as many bytes of float32 lhs as of 64 of k of a part.
-    loads, weights = (1 / num_products, num_parts / 2 / num_products), (2, num_parts)
-  promotes = config.promote and not (
-      isinstance(config, PersistentConfig) and specialised.overlaps(problem, config)
-  )
+  work = Work(problem, kernel, config, device)
+  busy = _busy(work, device, model)
   energy = _energy(problem, config, device, model)
-  more_pieces = _more_pieces(problem, config)
-  problem = multiplied(problem, config)
-  shared_rhs, shared_lhs = traffic.multicast(config)
-  splits = getattr(config, "splits", 1)
-  cluster_k = getattr(config, "cluster_k", 1)
-  has_roles = isinstance(config, PersistentConfig)
-  tiles_m = tiles.round_up(tiles.cdiv(problem.m, config.tile_m), shared_rhs)
-  tiles_n = tiles.round_up(tiles.cdiv(problem.product_n, config.tile_n), shared_lhs)
-  num_tiles = problem.batch * tiles_m * tiles_n * splits
-  k_steps = tiles.cdiv(tiles.cdiv(problem.k, config.tile_k), splits)
-  k_steps *= num_products
-  sums = splits // cluster_k  # Of each element, that go through memory.
-
-  cluster = shared_rhs * shared_lhs * cluster_k
-  at_once = device.ctas_at_once(cluster)
-  per_sm = tiles.cdiv(num_tiles, at_once)
-
-  needed = operand_passes.of_product(problem)
-  loaded = ()  # Through registers.
-  if kernel == direct.NAME:
-    loaded, needed = ("lhs", "rhs"), ()
-  elif operand_tiles.takes_loads(problem, config):
-    loaded, needed = tuple(operand for _, operand, _ in needed), ()
-  padded = tuple(operand for _, operand, _ in needed)
-  costs = traffic.row_costs(
-      problem, config.tile_m, config.tile_n, padded, model, model.crooked_rows
-  )
-  memory_costs = traffic.row_costs(
-      problem, config.tile_m, config.tile_n, padded, model, model.crooked_memory
-  )
-  busy = _busy(
-      problem, kernel, config, device, model, per_sm=per_sm, k_steps=k_steps, sums=sums,
-      masked=masked and sums == 1, steps_of_slot=num_products, more_pieces=more_pieces,
-      promotes=promotes, splits_lhs=splits_lhs,
-      supply=traffic.supply(problem, config, model, costs, loaded, loads),
-  )
   bound = "power" if energy > busy else "the SMs"
   busy = _limited(busy, energy)
-  memory_costs += (1.0 + model.crooked_stores * traffic.crooked(row_bytes, model),)
-  memory = traffic.memory(problem, device, model, memory_costs, tiles_m, tiles_n, weights)
-  memory *= 1 + model.apart * (1 - 1 / splits)
-  if per_sm > 1:
-    memory += model.tail * (-num_tiles % at_once) / at_once * busy / per_sm
-  main = model.latency + soft_max(busy, memory)
-  if kernel == blocked.NAME:  # It loads nothing while it multiplies.
-    main = model.latency + busy + memory
-  if kernel == direct.NAME:
-    main += model.round * (direct.num_rounds(problem, config) - 1)
-  else:
-    main += model.descriptors
-  if has_roles:
-    main += model.roles + model.team * (config.consumers - 1)
-  if cluster > 1:
-    main += model.cluster * cluster
-  needed = splitting if split else needed
-  extra = _extra(problem, needed, sums, model)
-  if split and split.scaled:
-    extra += model.guard + model.scales * operand_passes.scaled_by_xla(stored)
+  memory = traffic.memory(work, device, model)
+  if work.per_sm > 1:
+    missing = -work.num_tiles % work.at_once  # Of the last wave.
+    memory += model.tail * missing / work.at_once * busy / work.per_sm
   if memory > busy:
     bound = "the memory"
+  # blocked loads nothing while it multiplies.
+  main = busy + memory if kernel == blocked.NAME else soft_max(busy, memory)
+  time = _start(work, model) + main + _extra(work, model)
   return Estimate(
-      main + extra, num_tiles, per_sm, k_steps, bound, sums, needed, loaded
+      time, work.num_tiles, work.per_sm, work.k_steps, bound, work.sums, work.passes,
+      work.loaded,
   )
 
 
@@ -183,78 +113,91 @@ def _gemv(
   return Estimate(time, ctas, per_sm, groups, bound, config.splits, (), ())
 
 
-def _busy(
-    problem: Problem, kernel: str, config: Config, device: Device, model: Model, *,
-    per_sm: int, k_steps: int, sums: int, masked: bool, steps_of_slot: int,
-    more_pieces: int, promotes: bool, supply: float, splits_lhs: bool,
-) -> float:
+def _start(work: Work, model: Model) -> float:
+  """Time before the first k tile is there, and what the launch adds to that."""
+  time = model.latency
+  if work.kernel == direct.NAME:
+    time += model.round * (direct.num_rounds(work.problem, work.config) - 1)
+  else:
+    time += model.descriptors
+  if work.has_roles:
+    time += model.roles + model.team * (work.config.consumers - 1)
+  if work.cluster > 1:
+    time += model.cluster * work.cluster
+  return time
+
+
+def _busy(work: Work, device: Device, model: Model) -> float:
   """Time of the busiest SM for its tiles."""
-  has_roles = isinstance(config, PersistentConfig)
-  in_turn = has_roles and config.wg_dim == "tile"
-  cluster_k = getattr(config, "cluster_k", 1)
+  problem, config = work.problem, work.config
+  in_turn = work.has_roles and config.wg_dim == "tile"
+  matrix = _matrix(work, device, model)
+  supply = traffic.supply(work, model)
+  # blocked has one slot, and loads nothing while it multiplies; direct asks for all.
+  ahead = max(getattr(config, "num_stages", 1) - 1, 0.5) * work.num_products
+  if work.kernel == direct.NAME:
+    ahead = math.inf
+  at_once = work.has_roles and config.consumers > 1 and not in_turn
+  bookkeeping = model.shared_step if at_once else model.step
+  promotion = model.promotion / config.promote if work.promotes else 0.0
+  if work.splits_lhs:
+    of_slot = (model.lhs_split, model.lhs_split_two, model.lhs_split_three)
+    splitting = of_slot[config.consumers - 1] / work.num_products
+    promotion = soft_max(matrix, splitting, model.beside) - matrix - bookkeeping
+  store = _store(work, model)
+
+  def busy_with(together: int) -> float:
+    """Time of as many tiles on one SM, at once: they hide each other's waits."""
+    alone = model.solo if not work.has_roles and together == 1 else 1.0
+    wait = (model.wait + supply) / (together * ahead)
+    step = soft_max(max(matrix * alone, supply), wait)
+    if work.cluster_k > 1:
+      step *= model.k_cluster
+    step += bookkeeping / together + promotion
+    # CTAs that share an SM store while others multiply, unless the stores are masked:
+    # those occupy the SM's own pipes.
+    own_store = store if work.masked else store / together
+    return together * (work.k_steps * step + own_store)
+
+  if in_turn:  # Each tile but the last is stored while the next is multiplied.
+    tile = busy_with(1)
+    again = max(tile - store, tile / 2, store if work.masked else 0.0)
+    return tile + (work.per_sm - 1) * again
+  resident = 1 if work.has_roles else _resident(problem, work.kernel, config)
+  rounds, rest = divmod(work.per_sm, resident)
+  return rounds * busy_with(resident) + (busy_with(rest) if rest else 0.0)
+
+
+def _matrix(work: Work, device: Device, model: Model) -> float:
+  """Time of the tensor cores for one k tile."""
+  problem, config = work.problem, work.config
   rate = device.tflops(problem.dtype) * 1e6 / device.num_sms  # FLOP/us
-  tile_n = config.tile_n if splits_lhs else max(config.tile_n, model.narrow)
+  tile_n = config.tile_n if work.splits_lhs else max(config.tile_n, model.narrow)
   matrix = 2 * config.tile_m * tile_n * config.tile_k / rate
-  if has_roles and (in_turn or config.consumers == 1):
+  if work.has_roles and (config.wg_dim == "tile" or config.consumers == 1):
     matrix *= model.single
-  wg_m, wg_n = wg_tile(config)
+  wg_n = wg_tile(config)[1]
   if wg_n > tiles.WGMMA_COLS:
     matrix *= model.wide
   block = tiles.swizzle_elems(problem.dtype)
   if wg_n > block and wg_n % block == 0:
     if operand_tiles.ways(problem)[1] == "chunks":
       matrix *= model.chunks
-  # blocked has one slot, and loads nothing while it multiplies; direct asks for all.
-  ahead = max(getattr(config, "num_stages", 1) - 1, 0.5) * steps_of_slot
-  if kernel == direct.NAME:
-    ahead = math.inf
-  at_once = has_roles and config.consumers > 1 and not in_turn
-  bookkeeping = model.shared_step if at_once else model.step
-  promotion = model.promotion / config.promote if promotes else 0.0
-  if splits_lhs:
-    of_slot = (model.lhs_split, model.lhs_split_two, model.lhs_split_three)
-    splitting = of_slot[config.consumers - 1] / steps_of_slot
-    promotion = soft_max(matrix, splitting, model.beside) - matrix - bookkeeping
+  return matrix
 
-  # The epilogue of a tile. CTAs that share an SM store while others multiply, unless
-  # the stores are masked: those occupy the SM's own pipes.
-  out_bytes = 4 if sums > 1 else problem.out_itemsize
-  rate = model.masked_rate if masked else model.store_rate
-  store = wg_m * wg_n * out_bytes / (rate * cluster_k * (1 + problem.epilogue.gated))
-  store += model.piece * more_pieces
-  store *= 1 + problem.epilogue.num_others
-  if cluster_k > 1:
+
+def _store(work: Work, model: Model) -> float:
+  """Time of the epilogue of a tile."""
+  config, fused = work.config, work.problem.epilogue
+  wg_m, wg_n = wg_tile(config)
+  out_bytes = 4 if work.sums > 1 else work.problem.out_itemsize
+  rate = model.masked_rate if work.masked else model.store_rate
+  store = wg_m * wg_n * out_bytes / (rate * work.cluster_k * (1 + fused.gated))
+  store += model.piece * work.more_pieces
+  store *= 1 + fused.num_others
+  if work.cluster_k > 1:
     store += 4 * wg_m * wg_n / model.exchange_rate
-
-  def busy_with(together: int) -> float:
-    """Time of as many tiles on one SM, at once: they hide each other's waits."""
-    alone = model.solo if not has_roles and together == 1 else 1.0
-    wait = (model.wait + supply) / (together * ahead)
-    step = soft_max(max(matrix * alone, supply), wait)
-    if cluster_k > 1:
-      step *= model.k_cluster
-    step += bookkeeping / together + promotion
-    return together * (k_steps * step + store / (1 if masked else together))
-
-  if in_turn:  # Each tile but the last is stored while the next is multiplied.
-    tile = busy_with(1)
-    again = max(tile - store, tile / 2, store if masked else 0.0)
-    return tile + (per_sm - 1) * again
-  resident = 1 if has_roles else _resident(problem, kernel, config)
-  rounds, rest = divmod(per_sm, resident)
-  return rounds * busy_with(resident) + (busy_with(rest) if rest else 0.0)
-
-
-def _more_pieces(problem: Problem, config: Config) -> int:
-  """Pieces of a consumer's tile beyond the fewest, which have 128 bytes of its rows."""
-  if not isinstance(config, PersistentConfig) or hasattr(config, "splits"):
-    return 0
-  row_bytes = specialised.stored_cols(problem, config) * problem.out_itemsize
-  if row_bytes % tiles.SWIZZLE_BYTES == 0:
-    return 0
-  rows = wg_tile(config)[0] // epilogue.PIECE_ROWS
-  fewest = rows * tiles.cdiv(row_bytes, tiles.SWIZZLE_BYTES)
-  return max(specialised.pieces(problem, config) - fewest, 0)
+  return store
 
 
 def sustained_us(
@@ -306,18 +249,19 @@ def soft_max(a: float, b: float, power: float = 6.0) -> float:
   return (a**power + b**power) ** (1 / power)
 
 
-def _extra(
-    problem: Problem, needed: tuple[Pass, ...], sums: int, model: Model
-) -> float:
+def _extra(work: Work, model: Model) -> float:
   """Time of the passes beside the product."""
-  time = 0.0
-  if sums > 1:
-    partial_bytes = 4 * problem.batch * problem.m * problem.n * sums
-    time += model.reduce + model.part * sums + partial_bytes / model.reduce_rate
-  padded = [num_bytes for what, _, num_bytes in needed if what == "padding"]
+  time, problem = 0.0, work.problem
+  if work.sums > 1:
+    partial_bytes = 4 * problem.batch * problem.m * problem.n * work.sums
+    time += model.reduce + model.part * work.sums + partial_bytes / model.reduce_rate
+  padded = [num_bytes for what, _, num_bytes in work.passes if what == "padding"]
   if padded:
     time += model.pad_launch + 2 * sum(padded) / model.pad_rate
-  for what, _, num_bytes in needed:
+  for what, _, num_bytes in work.passes:
     if what != "padding":
       time += model.pass_launch + 2 * num_bytes / model.pass_rate
+  is_scaled, scaled_by_xla = work.scaled_parts
+  if is_scaled:
+    time += model.guard + model.scales * scaled_by_xla
   return time

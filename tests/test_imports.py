@@ -17,6 +17,7 @@ PACKAGES = ("pallas_kernels", "jaxgemm", "experiments", "tests")
 # Of jaxgemm's own modules, each may import only those before it.
 LAYERS = (
     ("device", "arguments", "operand_passes", "cost_constants"),
+    ("work",),
     ("traffic",),
     ("cost_model", "tile_shapes"),
     ("xla_times",),
@@ -37,7 +38,8 @@ LAYERS = (
 KERNEL_IMPORTERS = {
     "cost_model", "cotangents", "heuristics", "invariance", "launch", "losses",
     "operand_passes", "plan",
-    "table", "tile_shapes", "traffic", "triton_heuristics", "user_table", "xla_times",
+    "table", "tile_shapes", "traffic", "triton_heuristics", "user_table", "work",
+    "xla_times",
 }
 # A checkout has suites to tune for; a wheel has none, and must not miss them.
 SUITES_IMPORTER = ROOT / "jaxgemm" / "autotune" / "problems.py"

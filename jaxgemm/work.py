@@ -1,0 +1,111 @@
+"""What a config makes of a problem: tiles, steps, and the ways of the operands.
+
+Counts alone: `traffic` and `cost_model` make times of them.
+"""
+
+from __future__ import annotations
+
+from jaxgemm import operand_passes
+from jaxgemm.device import Device
+from pallas_kernels import direct, epilogue, operand_tiles, parts, specialised, tiles
+from pallas_kernels.problem import Config, PersistentConfig, Problem
+
+
+class Work:
+  """What the SMs have to do.
+
+  Attributes:
+    asked: the problem.
+    problem: what the kernel multiplies, whose operands may have changed places.
+    kernel, config: what does it; the kernel by name.
+    has_roles: whether a producer loads for the consumers.
+    tiles_m, tiles_n: tiles of one product; clusters have no gaps.
+    num_tiles: of all products and splits.
+    cluster: CTAs of a cluster.
+    at_once: CTAs that run at the same time, one an SM.
+    per_sm: tiles of the busiest SM.
+    num_products: of parts of the operands (see `pallas_kernels.parts`), or one.
+    k_steps: k tiles that a CTA multiplies, for each of those products.
+    splits: of k; `cluster_k` of them lie in one cluster.
+    sums: partial sums of each element that go through memory; 1: none.
+    loads: how often a step brings 128 bytes of each row of lhs, and of rhs.
+    weights: how many arrays of its bytes lhs consists of, and rhs.
+    loaded: the operands that come through registers.
+    padded: those that do not have the rows that the problem says, when TMA sees them.
+    passes: over operands, before the kernel.
+    splits_lhs: whether lhs is split into its parts in registers.
+    scaled_parts: whether the parts are scaled, and how many operands XLA scales.
+    row_bytes: of the result, as it is stored.
+    masked: whether TMA cannot store it (rows begin 16 bytes apart there).
+    promotes: whether consumers stop to add their sums to rounded ones.
+  """
+
+  def __init__(self, problem: Problem, kernel: str, config: Config, device: Device):
+    split = parts.of(problem, config)
+    self.splits_lhs = split is not None and split.lhs_in_registers
+    stored = problem.transposed if self.splits_lhs and config.swap else problem
+    self.row_bytes = stored.n * stored.out_itemsize
+    self.scaled_parts = split is not None and split.scaled, 0
+    if self.scaled_parts[0]:
+      self.scaled_parts = True, operand_passes.scaled_by_xla(stored)
+    self.has_roles = isinstance(config, PersistentConfig)
+    self.promotes = bool(config.promote) and not (
+        self.has_roles and specialised.overlaps(problem, config)
+    )
+    self.asked, self.kernel, self.config = problem, kernel, config
+    self.problem = product = operand_passes.multiplied(problem, config)
+
+    self.splits, self.cluster_k = _of(config, "splits"), _of(config, "cluster_k")
+    self.sums = self.splits // self.cluster_k
+    self.masked = self.sums == 1 and (
+        kernel == direct.NAME or self.row_bytes % 16 > 0
+    )
+    cluster_m, cluster_n = self.multicast
+    self.cluster = cluster_m * cluster_n * self.cluster_k
+    self.tiles_m = tiles.round_up(tiles.cdiv(product.m, config.tile_m), cluster_m)
+    self.tiles_n = tiles.round_up(tiles.cdiv(product.product_n, config.tile_n), cluster_n)
+    self.num_tiles = product.batch * self.tiles_m * self.tiles_n * self.splits
+    self.at_once = device.ctas_at_once(self.cluster)
+    self.per_sm = tiles.cdiv(self.num_tiles, self.at_once)
+
+    count, self.num_products = (split.count, split.num_products) if split else (1, 1)
+    self.k_steps = tiles.cdiv(tiles.cdiv(product.k, config.tile_k), self.splits)
+    self.k_steps *= self.num_products
+    self.loads = count / self.num_products, count / self.num_products
+    self.weights = count, count
+    if self.splits_lhs:  # 32 of k: as many bytes of float32 lhs as of 64 of k of a part.
+      self.loads = 1 / self.num_products, count / 2 / self.num_products
+      self.weights = 2, count
+
+    self.passes, self.loaded = operand_passes.of_product(product), ()
+    if kernel == direct.NAME:
+      self.passes, self.loaded = (), ("lhs", "rhs")
+    elif operand_tiles.takes_loads(product, config):
+      self.loaded = tuple(operand for _, operand, _ in self.passes)
+      self.passes = ()
+    self.padded = tuple(operand for _, operand, _ in self.passes)
+    if split:
+      self.passes = operand_passes.splitting(problem, config, split)
+
+  @property
+  def multicast(self) -> tuple[int, int]:
+    """CTAs of a cluster that share an rhs tile, and an lhs tile."""
+    return _of(self.config, "cluster_m"), _of(self.config, "cluster_n")
+
+  @property
+  def more_pieces(self) -> int:
+    """Pieces of a consumer's tile beyond the fewest, which have 128 bytes of its rows."""
+    if not self.has_roles or hasattr(self.config, "splits"):
+      return 0
+    cols = specialised.stored_cols(self.asked, self.config)
+    row_bytes = cols * self.asked.out_itemsize
+    if row_bytes % tiles.SWIZZLE_BYTES == 0:
+      return 0
+    rows = operand_passes.wg_tile(self.config)[0] // epilogue.PIECE_ROWS
+    fewest = rows * tiles.cdiv(row_bytes, tiles.SWIZZLE_BYTES)
+    return max(specialised.pieces(self.asked, self.config) - fewest, 0)
+
+
+def _of(config: Config, name: str) -> int:
+  """A number that only some configs have; else 1."""
+  return getattr(config, name, 1)
