@@ -6,7 +6,9 @@ No test reads or writes the table of plans of the user who runs it.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 import tempfile
+import types
 
 # XLA reads it when the CPU backend starts, which no import does.
 os.environ["XLA_FLAGS"] = (
@@ -15,10 +17,12 @@ os.environ["XLA_FLAGS"] = (
 _cache_dir = tempfile.TemporaryDirectory(prefix="jaxgemm-tests-")
 os.environ["JAXGEMM_CACHE_DIR"] = _cache_dir.name
 
+from experiment_cases import Cupti  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
-from jaxgemm import device  # noqa: E402
+from experiments import timing  # noqa: E402
+from jaxgemm import device, plan, user_table  # noqa: E402
 
 
 def pytest_collection_modifyitems(items):
@@ -37,3 +41,21 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture
 def rng() -> np.random.Generator:
   return np.random.default_rng(0)
+
+
+@pytest.fixture
+def cupti(monkeypatch) -> Cupti:
+  """What `timing` finds in CUPTI's place."""
+  cupti = Cupti()
+  library = types.SimpleNamespace(_mosaic_gpu_ext=cupti)
+  monkeypatch.setattr(timing.profiler, "mosaic_gpu_lib", library)
+  return cupti
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+  """An empty folder for the tables of one test."""
+  monkeypatch.setenv(user_table.ENVIRONMENT, str(tmp_path / "cache"))
+  plan.forget_tables()
+  yield tmp_path / "cache"
+  plan.forget_tables()

@@ -36,3 +36,32 @@ def make_row(
       case, candidate, PROVENANCE, verdict=verdict or gate.Verdict(1e-3, None),
       xla_error=2e-3, device=H200, **changes,
   )
+
+
+class Cupti:
+  """Stands in for Mosaic GPU's CUPTI bindings: a session records what is launched."""
+
+  def __init__(self):
+    self.active = False
+    self.sessions = []
+
+  def _cupti_init(self):
+    self.active = True
+    self.sessions.append([])
+
+  def _cupti_get_timings(self, finalize):
+    self.active = False
+    self.finalized = finalize
+    return list(self.sessions[-1])
+
+  def variant(self, *kernels, calls=None):
+    """Returns a function of an array that launches (name, ms) kernels."""
+
+    def function(array):
+      if calls is not None:
+        calls.append(array)
+      if self.active:
+        self.sessions[-1].extend(kernels)
+      return array
+
+    return function

@@ -1,9 +1,9 @@
-"""Faults: tables that cannot be used, GPUs without kernels, nonsense in flags.
+"""Faults: tables that cannot be used, GPUs without kernels.
 
 Whatever becomes of the user's table, a product is right, there is one warning, and no
 row is lost. That a table of spoilt content is ignored and replaced, and that eight
 processes can write at once, is shown in tests/test_user_table.py; that a candidate which
-fails leaves the others alone, in tests/test_autotune.py.
+fails leaves the others alone, in tests/test_autotune_measure.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
-import importlib
 import json
 import os
 from pathlib import Path
@@ -23,8 +22,6 @@ import tempfile
 import time
 import types
 
-from absl import app, flags
-from absl.testing import flagsaver
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -46,13 +43,11 @@ SMALL_ROW = make_row(SMALL, "pipelined", PipelinedConfig(64, 64, num_stages=2))
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch) -> Path:
-  """An empty folder for the tables of one test; nothing is planned or traced yet."""
-  monkeypatch.setenv(user_table.ENVIRONMENT, str(tmp_path / "cache"))
-  plan.forget_tables()
+def nothing_is_planned(folder):
+  """Each test has a folder for tables of its own, and has traced nothing yet."""
+  del folder
   jax.clear_caches()
-  yield tmp_path / "cache"
-  plan.forget_tables()
+  yield
   jax.clear_caches()
 
 
@@ -453,69 +448,3 @@ def test_out_of_memory_is_a_failure_with_its_name(monkeypatch):
       "MemoryError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate"
   )
   assert measured.times_us == (1.0,) and measured.failure is None
-
-
-# -- Flags -------------------------------------------------------------------------
-
-FLAGS = [
-    ("run", "--suite=fast", "flag --suite=fast: value should be one of <demo|"),
-    ("run", "--shapes=8,8", r"--shapes: shape '8,8' is not of the form"),
-    ("run", "--shapes=8,8,8:NX", r"--shapes: shape '8,8,8:NX' is not of the form"),
-    ("run", "--shapes=9999999,9999,9", "too large to emulate .* smaller --shapes"),
-    ("run", "--dtypes=int3", "flag --dtypes=.*must be among bfloat16"),
-    ("run", "--dtypes=", "flag --dtypes=.*must be among bfloat16"),
-    ("run", "--layouts=NX", "flag --layouts=.*must be among NN"),
-    ("run", "--classes=huge", "flag --classes=.*must be among large"),
-    ("run", "--classes=large", "no problem is left: none has these .* --classes"),
-    ("run", "--precision=exact", "flag --precision=exact: value should be one of"),
-    ("run", "--part=3/2", "--part=3/2 is not I/N"),
-    ("run", "--part=half", "--part=half is not I/N"),
-    ("run", "--part=99/100", "no problem is left: .* --part"),
-    ("run", "--draw=0", "flag --draw=0"),
-    ("run", "--repeats=some", "flag --repeats=some"),
-    ("run", "--seed=-1", "flag --seed=-1"),
-    ("run", "--sustained=-1", "flag --sustained=-1"),
-    ("run", "--implementations=fast", "flag --implementations=.*must be among xla"),
-    ("run", "--output=/dev/null/x", "--output=/dev/null/x cannot be made"),
-    ("run", "--name=a/b", "--name=a/b is no name of a file"),
-    ("run", "--tile=8", "Unknown command line flag 'tile'"),
-    ("determinism", "--calls=1", "flag --calls=1"),
-    ("accuracy", "--draws=", "flag --draws=.*must be among normal"),
-    ("layers", "--kinds=bias", "flag --kinds=.*must be among bias_gelu"),
-    ("layers", "--passes=both,x", "flag --passes=.*must be among forward"),
-    ("models", "--blocks=gpt", "flag --blocks=.*must be among llama"),
-    ("sharded", "--modes=x", "flag --modes=.*must be among tensor"),
-    ("sharded", "--process=1", "--process=1 is not below --processes=1"),
-    ("sharded", "--coordinator=host", "--coordinator=host is not HOST:PORT"),
-    ("overhead", "--problems=0", "flag --problems=0"),
-    ("mutants", "--patience=0", "flag --patience=0"),
-    ("train_lm", "--steps=0", "flag --steps=0"),
-    ("train_lm", "--model=bert", "flag --model=bert"),
-    ("train_lm", "--vocabulary=10", "flag --vocabulary=10"),
-    ("train_lm", "--learning_rate=fast", "flag --learning_rate=fast"),
-    ("fit_heuristics", "--constants=speed", "flag --constants=.*must be among roles"),
-    ("fit_heuristics", "--iterations=0", "flag --iterations=0"),
-    ("sanitize", "--tools=leakcheck", "flag --tools=.*must be among memcheck"),
-    ("sanitize", "--cases=nothing", "--cases=nothing is part of no case's name"),
-]
-
-
-@pytest.mark.parametrize(("module", "flag", "message"), FLAGS, ids=lambda x: x)
-def test_flags_of_nonsense(module, flag, message, tmp_path, monkeypatch):
-  """Each is refused at once, in words that name the flag."""
-  monkeypatch.chdir(tmp_path)
-  program = importlib.import_module(f"experiments.{module}")
-  with flagsaver.flagsaver(), pytest.raises((app.UsageError, flags.Error), match=message):
-    flags.FLAGS(["program", flag])
-    program.main(["program"])
-  assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("flag", ["--suite=fast", "--part=3/2"])
-def test_the_exit_status_of_nonsense(flag):
-  run = subprocess.run(
-      [sys.executable, "-m", "experiments.run", flag], cwd=ROOT, env=environment(),
-      text=True, capture_output=True,
-  )
-  assert run.returncode == 1 and flag in run.stdout + run.stderr
-  assert "Traceback" not in run.stderr

@@ -34,15 +34,6 @@ def make_row(problem=SQUARE, kernel="blocked", config=None, **evidence) -> table
   return table.Row(problem, kernel, config, tuple((EVIDENCE | evidence).items()))
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch) -> Path:
-  """An empty folder for the tables of one test."""
-  monkeypatch.setenv(user_table.ENVIRONMENT, str(tmp_path / "cache"))
-  plan.forget_tables()
-  yield tmp_path / "cache"
-  plan.forget_tables()
-
-
 # -- Rows and files ----------------------------------------------------------------
 
 
