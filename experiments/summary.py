@@ -8,6 +8,9 @@ of several runs side by side; of a sweep's rows it prints experiments/sweep.py's
 
 The figures are those of "auto", what jaxgemm chooses: XLA's time over its time as
 geometric means. A problem that failed has no time and counts only as a problem.
+
+The limit is what nobody can have: kernels that take the time of the floor and, to
+start, that of the shortest kernel of the run, or XLA's own time if that is less.
 """
 
 from __future__ import annotations
@@ -37,12 +40,14 @@ class Speed:
     problems, timed: how many there are, and how many have a time.
     ratio: geometric mean of XLA's time over jaxgemm's; None if none has a time.
     worst: the row of the smallest ratio, or None.
+    limit: the largest ratio that there can be; None if a floor is not known.
   """
 
   problems: int
   timed: int
   ratio: float | None
   worst: Row | None
+  limit: float | None = None
 
 
 def chosen(rows: Sequence[Row]) -> list[Row]:
@@ -50,20 +55,40 @@ def chosen(rows: Sequence[Row]) -> list[Row]:
   return [row for row in rows if row.implementation == IMPLEMENTATION]
 
 
-def speed(rows: Sequence[Row]) -> Speed:
-  """Returns what the rows of one implementation say of its speed."""
+def speed(rows: Sequence[Row], start_us: float) -> Speed:
+  """Returns what the rows of one implementation say of its speed.
+
+  Args:
+    rows: one for each problem.
+    start_us: what any kernel takes at least.
+  """
   timed = [row for row in rows if row.ratio_to_xla is not None]
   if not timed:
     return Speed(len(rows), 0, None, None)
   ratio = geometric_mean([row.ratio_to_xla for row in timed])
-  return Speed(len(rows), len(timed), ratio, min(timed, key=lambda x: x.ratio_to_xla))
+  worst, limit = min(timed, key=lambda row: row.ratio_to_xla), None
+  if all(row.floor_share is not None for row in timed):
+    limit = geometric_mean([
+        max(_xla_us(row) / (row.floor_share * row.time_us + start_us), 1.0)
+        for row in timed
+    ])
+  return Speed(len(rows), len(timed), ratio, worst, limit)
 
 
 def speeds(rows: Sequence[Row]) -> dict[str, Speed]:
   """Returns the speed of each class that occurs, then under "all" that of all."""
+  timed = [row for row in rows if row.ratio_to_xla is not None]
+  start_us = min((min(row.time_us, _xla_us(row)) for row in timed), default=0.0)
   classes = [klass for klass in suites.CLASSES if any(r.klass == klass for r in rows)]
-  found = {klass: speed([r for r in rows if r.klass == klass]) for klass in classes}
-  return found | {"all": speed(rows)}
+  found = {
+      klass: speed([r for r in rows if r.klass == klass], start_us) for klass in classes
+  }
+  return found | {"all": speed(rows, start_us)}
+
+
+def _xla_us(row: Row) -> float:
+  """XLA's time of a row that has a time."""
+  return row.ratio_to_xla * row.time_us
 
 
 def left_to_xla(rows: Sequence[Row]) -> list[Row]:
@@ -105,6 +130,7 @@ def table(runs: Mapping[str, Sequence[Row]]) -> str:
           f"{prefix}problems": str(one.problems),
           f"{prefix}timed": str(one.timed),
           f"{prefix}x XLA": figure(one.ratio, ".3f"),
+          f"{prefix}limit": figure(one.limit, ".3f"),
           f"{prefix}worst": figure(one.worst and one.worst.ratio_to_xla, ".3f"),
           f"{prefix}which": one.worst.name if one.worst else "",
       }
@@ -113,7 +139,7 @@ def table(runs: Mapping[str, Sequence[Row]]) -> str:
   return tabulate.tabulate(
       lines,
       headers="keys",
-      colalign=("left", *(("right",) * 4 + ("left",)) * len(runs)),
+      colalign=("left", *(("right",) * 5 + ("left",)) * len(runs)),
       disable_numparse=True,
   )
 
@@ -188,8 +214,10 @@ def main(argv: Sequence[str]) -> None:
     raise app.UsageError("name one or more files of rows")
   try:
     swept = [path for path in paths if _is_sweep(path)]
-    runs = {str(path): read(path) for path in paths if path not in swept}
-    sweeps = {str(path): read(path, sweep.SweepRow) for path in swept}
+    is_short = len({path.stem for path in paths}) == len(paths)
+    names = {path: path.stem if is_short else str(path) for path in paths}
+    runs = {names[path]: read(path) for path in paths if path not in swept}
+    sweeps = {names[path]: read(path, sweep.SweepRow) for path in swept}
   except (OSError, ValueError) as error:
     raise app.UsageError(str(error)) from error
   if runs:

@@ -123,6 +123,20 @@ def test_speeds_by_class(rows):
   assert whole.ratio == pytest.approx((2 * 0.5 * 1 * 3 * 0.9) ** (1 / 5))
 
 
+def test_the_limit_is_the_floor_and_a_start(rows):
+  """The shortest kernel, of 10 us, is a start; nothing need be slower than XLA."""
+  found = summary.speeds(summary.chosen(rows))
+  floor = report.floor_us(Problem(16, 8192, 8192), H200)
+  other = report.floor_us(Problem(32, 8192, 8192), H200)
+  assert found["skinny"].limit == pytest.approx(
+      (100 / (floor + 10) * 100 / (other + 10)) ** 0.5
+  )
+  assert found["large"].limit == 1.0  # Its floor is above what XLA took.
+  assert found["odd"].limit is None
+  unknown = [dataclasses.replace(row, floor_share=None) for row in rows]
+  assert summary.speeds(summary.chosen(unknown))["skinny"].limit is None
+
+
 def test_the_floor_counts_large_operands_of_two_classes(rows):
   judged = summary.floor_rows(summary.chosen(rows))
   assert [row.name for row in judged] == ["a", "b", "c"]
@@ -150,14 +164,16 @@ def test_summary_says_what_xla_kept(rows):
 
 def test_summary_of_runs_side_by_side(rows):
   single = summary.table({"burst": summary.chosen(rows)}).splitlines()
-  assert single[0].split() == ["class", "problems", "timed", "x", "XLA", "worst", "which"]
-  assert single[2].split() == ["large", "1", "1", "0.900", "0.900", "e"]
+  assert single[0].split() == [
+      "class", "problems", "timed", "x", "XLA", "limit", "worst", "which"
+  ]
+  assert single[2].split() == ["large", "1", "1", "0.900", "1.000", "0.900", "e"]
   assert single[-1].split()[:3] == ["all", "6", "5"]
   runs = {"burst": rows, "sustained": [row for row in rows if row.klass == "large"]}
   both = summary.text(runs).splitlines()
   assert "sustained: x XLA" in both[0]
   large = next(line for line in both if line.startswith("large"))
-  assert large.split()[1:] == ["1", "1", "0.900", "0.900", "e"] * 2
+  assert large.split()[1:7] == ["1", "1", "0.900", "1.000", "0.900", "e"]
   skinny = next(line for line in both if line.startswith("skinny"))
   assert skinny.split()[-2:] == ["0", "0"]
   assert "burst:" in both and "sustained:" in both
