@@ -218,7 +218,7 @@ def _energy(problem: Problem, config: Config, device: Device, model: Model) -> f
   promotion, ran 3 to 27% longer where this weighed. What lies beyond the result are
   zeros, which cost little.
   """
-  if problem.itemsize != 2:
+  if problem.itemsize != 2 or isinstance(config, GemvConfig):  # No tensor cores.
     return 0.0
   elements = 1 / config.tile_m + 1 / config.tile_n  # Fetched for each multiplication.
   ideal = problem.flops / (device.tflops(problem.dtype) * 1e6)

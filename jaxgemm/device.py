@@ -78,6 +78,23 @@ _H100 = dataclasses.replace(
 )
 
 
+def _hopper(
+    kind: str, bandwidth_tbps: float, tflops_16: float, num_sms: int = 132
+) -> Device:
+  """Another Hopper GPU, by its data sheet and the H200's shares of its own.
+
+  That has 4.8 TB/s and 989 TFLOP/s of bfloat16 (dense) there.
+  """
+  share = tflops_16 / 989.0
+  rates = {dtype: round(rate * share, 1) for dtype, rate in _H200.matrix_tflops.items()}
+  return dataclasses.replace(
+      _H100, kind=kind, num_sms=num_sms, matrix_tflops=rates,
+      bandwidth_tbps=round(bandwidth_tbps * _H200.bandwidth_tbps / 4.8, 2),
+  )
+
+
+
+
 def _on_paper(
     kind: str, compute_capability: str, num_sms: int, smem_kib: int, l2_mib: int,
     bandwidth_tbps: float, tflops_16: float, tflops_tf32: float,
@@ -104,6 +121,12 @@ KNOWN_DEVICES = {
     for device in (
         _H200,
         _H100,
+        _hopper("NVIDIA H100 PCIe", 2.0, 756.0, 114),
+        _hopper("NVIDIA H100 NVL", 3.9, 835.0),
+        _hopper("NVIDIA H200 NVL", 4.8, 835.0),
+        _hopper("NVIDIA H800", 3.35, 989.0),
+        _hopper("NVIDIA H20", 4.0, 148.0, 78),
+        _hopper("NVIDIA GH200 480GB", 4.0, 989.0),
         _A100,
         dataclasses.replace(_A100, kind="NVIDIA A100-SXM4-40GB", bandwidth_tbps=1.56),
         dataclasses.replace(_A100, kind="NVIDIA A100 80GB PCIe", bandwidth_tbps=1.94),
@@ -149,22 +172,29 @@ def portable(device: Device | None) -> bool:
 def current_device() -> Device | None:
   """The GPU that JAX computes on by default; None on a CPU or an unknown GPU.
 
-  A GPU that is not in KNOWN_DEVICES gets the figures of one of its compute
-  capability, scaled to its number of multiprocessors (the H200's for Hopper).
+  A GPU that is not in KNOWN_DEVICES gets the figures of one of its compute capability
+  (the H200's for Hopper), scaled to its number of multiprocessors; a part of a known
+  one (MIG) gets that one's, and its share of the memory's bandwidth.
   """
   if jax.default_backend() != "gpu":
     return None
   gpu = jax.local_devices()[0]
   if gpu.device_kind in KNOWN_DEVICES:
     return KNOWN_DEVICES[gpu.device_kind]
+  whole, is_part, _ = gpu.device_kind.partition(" MIG ")
   relative = _RELATIVES.get(getattr(gpu, "compute_capability", None))
   if relative is None:
     return None
+  if is_part:
+    relative = KNOWN_DEVICES.get(whole, relative)
   num_sms = getattr(gpu, "core_count", None) or relative.num_sms
   scale = num_sms / relative.num_sms
+  of_memory = scale if is_part else 1.0
   return dataclasses.replace(
       relative,
       kind=gpu.device_kind,
       num_sms=num_sms,
+      l2_bytes=int(relative.l2_bytes * of_memory),
+      bandwidth_tbps=relative.bandwidth_tbps * of_memory,
       matrix_tflops={k: v * scale for k, v in relative.matrix_tflops.items()},
   )

@@ -50,7 +50,7 @@ class Candidate:
     return str(self.what)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=64)
 def candidates(problem: Problem, device: Device) -> tuple[Candidate, ...]:
   """Every candidate for a problem, the fastest by estimate first."""
   alone = _estimated(problem, _configs(problem, device), device)

@@ -28,6 +28,7 @@ from pallas_kernels import KERNELS
 from pallas_kernels.problem import Config, Epilogue, Problem
 
 EVIDENCE = ("time_us", "xla_time_us", "jax", "date", "command")
+FAILURES = "failures"  # More evidence: why no kernel could be measured.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +43,8 @@ class Row:
   @property
   def reason(self) -> str:
     evidence = dict(self.evidence)
+    if FAILURES in evidence:
+      return f"{evidence[FAILURES]} ({evidence['date']}, JAX {evidence['jax']})"
     return (
         f"measured {evidence['time_us']} us, XLA {evidence['xla_time_us']} us"
         f" ({evidence['date']}, JAX {evidence['jax']})"
@@ -77,12 +80,19 @@ def _load(kind: str) -> dict[Problem, Row]:
   return {row.problem: row for row in rows}
 
 
-def parse(table: dict[str, Any], kind: str) -> list[Row]:
+def parse(
+    table: dict[str, Any], kind: str, bad: list[str] | None = None
+) -> list[Row]:
   """The rows of a table as read from its file.
 
+  Args:
+    table: what the file holds.
+    kind: the device whose table it must be.
+    bad: gets a message for each bad row, in place of an error: one that is malformed,
+      that repeats a problem, or whose kernel cannot serve its problem.
+
   Raises:
-    ValueError: the table is another device's, a row is malformed or repeats a
-      problem, or its kernel cannot serve its problem; the message names the row.
+    ValueError: the table is another device's, or a row is bad; the message names it.
   """
   if table.get("device") != kind:
     raise ValueError(f"table of {table.get('device')!r} where {kind!r} was wanted")
@@ -91,10 +101,14 @@ def parse(table: dict[str, Any], kind: str) -> list[Row]:
   for index, raw in enumerate(table["rows"]):
     try:
       row = _parse_row(raw)
-    except (KeyError, TypeError, ValueError) as error:
-      raise ValueError(f"row {index} of the table of {kind}: {error}") from error
-    if row.problem in seen:
-      raise ValueError(f"row {index} of the table of {kind} repeats {row.problem}")
+      if row.problem in seen:
+        raise ValueError(f"repeats {row.problem}")
+    except Exception as error:  # What anyone may have written fails in any way.
+      message = f"row {index} of the table of {kind}: {error}"
+      if bad is None:
+        raise ValueError(message) from error
+      bad.append(message)
+      continue
     seen.add(row.problem)
     rows.append(row)
   return rows

@@ -77,9 +77,9 @@ def supply(work: Work, model: Model) -> float:
     return tiles.SWIZZLE_BYTES * max(by_tma, by_loads)
   # The lines of the only tile along m, or n, are asked for by all clusters at once.
   hot = 0.0
-  if problem.m <= config.tile_m:
+  if problem.m <= config.tile_m and "lhs" not in work.padded:
     hot += crooked(problem.lhs_shape[-1] * problem.itemsize, model) / share_lhs
-  if problem.product_n <= config.tile_n:
+  if problem.product_n <= config.tile_n and "rhs" not in work.padded:
     hot += crooked(problem.rhs_shape[-1] * problem.itemsize, model) / share_rhs
   return tiles.SWIZZLE_BYTES * by_tma + model.hot * hot
 

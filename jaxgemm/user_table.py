@@ -6,9 +6,10 @@ One JSON file for each kind of device, version of JAX and version of the kernels
 
 with rows as in jaxgemm/table.py. It lies in the folder $JAXGEMM_CACHE_DIR, or in the
 platform's cache folder for jaxgemm; with JAXGEMM_CACHE_DIR set to nothing there is
-no such table. It is a cache: whatever is wrong with its content, it is ignored with one
-warning, and the next row that is stored replaces it. What cannot be read at all is left
-as it is. Rows that could not be written are written with the next that are stored.
+no such table. It is a cache: whatever is wrong with it, or with some of its rows, is
+ignored with one warning, and the next row that is stored replaces it. What cannot be read
+at all is left as it is. Rows that could not be written are written with the next that are
+stored.
 """
 
 from __future__ import annotations
@@ -93,17 +94,22 @@ def forget() -> None:
 
 def _folder() -> Path | None:
   value = os.environ.get(ENVIRONMENT)
-  if value is not None:
-    try:
-      return Path(value).expanduser() if value else None
-    except RuntimeError as error:  # "~nobody/plans"
-      _warn(None, f"has no folder: {error}")
-      return None
+  if value == "":
+    return None
   try:
+    if value is not None:
+      return Path(value).expanduser()
     import platformdirs
+
+    folder = platformdirs.user_cache_path("jaxgemm", appauthor=False)
+    if not folder.is_absolute():  # What some versions make of no home.
+      raise RuntimeError(f"{folder} is no folder: HOME is not set")
+    return folder
   except ImportError:  # It comes with the extra that also brings the tuner.
     return None
-  return platformdirs.user_cache_path("jaxgemm", appauthor=False)
+  except RuntimeError as error:  # "~nobody/plans", or a user without a home.
+    _warn(None, f"has no folder: {error}")
+    return None
 
 
 def _load(kind: str) -> Rows:
@@ -132,7 +138,11 @@ def _read(file: Path, kind: str) -> Rows:
     for name, value in _header(kind).items():
       if content[name] != value:
         raise ValueError(f"{name} is {content[name]!r}, not {value!r}")
-    return {row.problem: row for row in table.parse(content, kind)}
+    bad: list[str] = []
+    rows = {row.problem: row for row in table.parse(content, kind, bad)}
+    if bad:  # Perhaps of a newer version of ours.
+      _warn(file, f"has rows that are ignored ({len(bad)}), the first: {bad[0]}")
+    return rows
   except FileNotFoundError:
     return {}
   except OSError:
@@ -154,8 +164,6 @@ def _warn(file: Path | None, what: str) -> None:
     name = "jaxgemm's table" if file is None else f"jaxgemm's table {file}"
     if value := os.environ.get(ENVIRONMENT):
       name = f"{name} ({ENVIRONMENT}={value!r})"
-    elif file is None:
-      name = f"{name} (no folder: {ENVIRONMENT} is empty, or platformdirs missing)"
     warnings.warn(f"{name} {what}", TableWarning, stacklevel=2)
 
 
@@ -164,7 +172,7 @@ def _merge(file: Path | None, kind: str, rows: Rows) -> Rows:
   import filelock  # The extra `autotune` brings it: reading needs no lock.
 
   if file is None:
-    raise OSError("it has no folder")
+    raise OSError(f"it has no folder: see {ENVIRONMENT}")
   file.parent.mkdir(parents=True, exist_ok=True)
   # Once is enough to wait in vain: a tuner stores row after row.
   lock = filelock.FileLock(

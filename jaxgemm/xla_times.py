@@ -37,10 +37,14 @@ def estimate(problem: Problem, device: Device) -> tuple[float, str] | None:
     found = None
   else:
     found = _sixteen_bits(problem, busy, memory)
-  if found is None or not problem.epilogue.is_fused:
-    return found
-  stored = problem.batch * problem.m * problem.n * problem.out_itemsize
-  return found[0] + 1.0 + 2 * stored / bytes_per_us, found[1]  # Another kernel.
+  if found is None:
+    return None
+  time, reason = found
+  time = max(time, memory, busy)
+  if problem.epilogue.is_fused:  # Another kernel.
+    stored = problem.batch * problem.m * problem.n * problem.out_itemsize
+    time += 1.0 + 2 * stored / bytes_per_us
+  return time, reason
 
 
 def _as_exact_as_float32(
@@ -112,7 +116,7 @@ def _sixteen_bits(
     return 1.15 * time, "one kernel of a single k tile"
   if not misaligned(problem, 16):
     few = problem.batch * problem.m * problem.n <= _FEW and min(problem.m, problem.n) > 1
-    if not few or problem.k < 1024 or problem.k % 256:
+    if not few or not 1024 <= problem.k <= 16384 or problem.k % 256:
       return None
     return 1.1 * (2.2 + 0.45 * math.log2(problem.k / 1024)), "few results of a long k"
   time = 1.25 * (1.3 + max(0.009 * problem.k, busy / 0.12, memory / 0.35))

@@ -11,7 +11,14 @@ def i32_type():
 
 
 def i32(value: int) -> ir.Value:
+  assert -(2**31) <= value < 2**31, value
   return arith.constant(i32_type(), value)
+
+
+def u32(value: int) -> ir.Value:
+  """The same 32 bits, of a number without a sign."""
+  assert 0 <= value < 2**32, value
+  return i32(value - 2**32 if value >= 2**31 else value)
 
 
 def const64(value: int) -> ir.Value:
@@ -20,6 +27,10 @@ def const64(value: int) -> ir.Value:
 
 def i64(value) -> ir.Value:
   return arith.extsi(ir.IntegerType.get_signless(64), value)
+
+
+def i64_of_unsigned(value) -> ir.Value:
+  return arith.extui(ir.IntegerType.get_signless(64), value)
 
 
 def less(value, limit: int) -> ir.Value:

@@ -303,8 +303,8 @@ def pad_all(
 ) -> list[tuple[jax.Array, ...]]:
   """The operands, of the arrays of which those with a way are padded for it.
 
-  By one kernel of ours, which a chip must run, and which takes no elements of 8 bits;
-  or by XLA, in the pass that makes the arrays, if one does.
+  By one kernel of ours, if a chip runs it and it serves them all; or by XLA, in the pass
+  that makes the arrays, if one does.
   """
   arrays, shapes = [], []
   for its, dtype, way in zip(operands, dtypes, ways, strict=True):
@@ -313,7 +313,8 @@ def pad_all(
       shapes += [padded_shape(x.shape, dtype, way) for x in its]
   if not arrays:
     return operands
-  if not by_kernel or any(x.dtype.itemsize == 1 for x in arrays):
+  served = all(map(pads.serves, shapes, (x.dtype.itemsize for x in arrays)))
+  if not (by_kernel and served):
     return [
         its if way is None else tuple(pad_for_tma(x, dtype, way) for x in its)
         for its, dtype, way in zip(operands, dtypes, ways, strict=True)

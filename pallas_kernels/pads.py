@@ -23,7 +23,16 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, scf
 
 from pallas_kernels import tiles
-from pallas_kernels.integers import const64, i32, i32_type, i64, i64_address, less
+from pallas_kernels.integers import (
+  const64,
+  i32,
+  i32_type,
+  i64,
+  i64_address,
+  i64_of_unsigned,
+  less,
+  u32,
+)
 from pallas_kernels.register_loads import (
   CHUNK,
   Shift,
@@ -35,6 +44,12 @@ from pallas_kernels.register_loads import (
 NAME = "pads"
 AT_ONCE = 4  # Pieces of a thread.
 _SCALAR = plgpu.Layout.WG_SPLAT(())
+
+
+def serves(shape: tuple[int, ...], itemsize: int) -> bool:
+  """Whether an array of this shape can be written: pieces are counted in 32 bits."""
+  of_ctas = math.prod(shape) * itemsize // 16 + tiles.WG_THREADS * AT_ONCE
+  return itemsize in (2, 4) and of_ctas < 2**32
 
 
 def pad(
@@ -96,7 +111,8 @@ def _copy(source, target, units: int, cta) -> None:
     col = arith.muli(arith.subi(piece, arith.muli(out_row, i32(per_row))), i32(CHUNK))
     index = arith.divui(out_row, i32(out_rows))
     row = arith.subi(out_row, arith.muli(index, i32(out_rows)))
-    exists = less(piece, batch * out_rows * per_row)
+    last = u32(batch * out_rows * per_row)
+    exists = arith.cmpi(arith.CmpIPredicate.ult, piece, last)
     valid = arith.minsi(arith.subi(i32(cols), col), i32(CHUNK))
     inside = arith.andi(exists, less(row, rows))
     valid = arith.select(inside, arith.maxsi(valid, i32(0)), i32(0))
@@ -111,7 +127,7 @@ def _copy(source, target, units: int, cta) -> None:
         arith.addi(begin, const64(16)),
         arith.cmpi(arith.CmpIPredicate.sgt, end, i32(16)),
     )
-    out = arith.addi(target, arith.shli(i64(piece), const64(4)))
+    out = arith.addi(target, arith.shli(i64_of_unsigned(piece), const64(4)))
     stores.append((out, shift, words, valid, exists))
   for out, shift, words, valid, exists in stores:
     mgpu.utils.inline_ptx(

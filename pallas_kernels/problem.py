@@ -161,14 +161,15 @@ class Problem:
 
   @property
   def unfused(self) -> Problem:
-    """The problem without bias, activation and further results, of one rhs."""
+    """The product alone: no bias, activation or further results; of both rhs as of one.
+    """
     if not self.epilogue.is_fused:
       return self
     epilogue = dataclasses.replace(
         self.epilogue, has_bias=False, activation=NONE, saves=False, gated=False,
         slopes=0, c_dtype=None if self.epilogue.slopes else self.epilogue.c_dtype,
     )
-    return dataclasses.replace(self, epilogue=epilogue)
+    return dataclasses.replace(self, n=self.product_n, epilogue=epilogue)
 
   # A plan asks for these hundreds of times.
 

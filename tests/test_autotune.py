@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 
+import autotune_cases
 from autotune_cases import (
   H200,
   NN,
@@ -15,6 +16,7 @@ from autotune_cases import (
   Stopwatch,
   blocked_wins,
   loss,
+  shape,
   tuned,
 )
 import jax
@@ -27,7 +29,7 @@ import jaxgemm
 from jaxgemm import device, plan, user_table
 from jaxgemm.autotune import tuner
 from jaxgemm.autotune.measure import Choice
-from pallas_kernels.problem import Problem
+from pallas_kernels.problem import Epilogue, Problem
 
 pytestmark = pytest.mark.usefixtures("folder")
 
@@ -105,6 +107,66 @@ def test_candidates_that_fail_are_named_and_not_chosen():
   assert result.plan.kernel == "xla" and result.time_us == 9.0
   assert result.failures and all(text.endswith(": wrong") for text in result.failures)
   assert "failed: blocked" in str(tuner.Results([result]))
+
+
+def test_where_every_kernel_fails_the_next_run_tries_again():
+  broken = lambda choice: 9.0 if choice.kernel == "xla" else "ptxas not found"
+  (result,) = tuned(jaxgemm.matmul, A, B, measure=Stopwatch(broken))
+  assert result.plan.kernel == "xla"
+  assert "kernels failed, the first: ptxas not found" in result.plan.reason
+  watch = Stopwatch(blocked_wins)
+  (result,) = tuned(jaxgemm.matmul, A, B, measure=watch)
+  assert watch.jobs and result.plan.kernel == "blocked"
+  again = Stopwatch(blocked_wins)
+  tuned(jaxgemm.matmul, A, B, measure=again)
+  assert not again.jobs
+
+
+@pytest.mark.parametrize("sizes", [(1, 4097, 4097), (2, 301, 300)])
+def test_every_kernel_can_win(sizes):
+  """Those of few rows among them, which know no tiles."""
+  m, n, k = sizes
+  problem = Problem(m, n, k)
+  kernels = {candidate.kernel for candidate in plan.candidates(problem, H200)}
+  assert "gemv" in kernels
+  for kernel in kernels - {"xla"}:
+    watch = Stopwatch(lambda choice, kernel=kernel: 1.0 + (choice.kernel != kernel))
+    (result,) = tuner.tune([problem], H200, command="", measure=watch, force=True)
+    assert result.plan.kernel == kernel
+
+
+def test_a_layer_gets_what_was_measured_of_its_product():
+  """Of a gated one that has the columns of both weights; the same choice by a table, too.
+  """
+  @jax.jit
+  def fn(x, gate, up):
+    traces.append(1)
+    return jaxgemm.gated_linear(x, gate, up)
+
+  def trace() -> None:
+    with jaxgemm.target("NVIDIA H200"):
+      fn.trace(x, weight, weight).lower(lowering_platforms=("cuda",))
+
+  traces = []
+  x, weight = shape(2048, 512), shape(512, 2048)
+  both = Problem(2048, 4096, 512)
+  assert autotune_cases.collected(fn, x, weight, weight) == [both]
+  trace()
+  traces.clear()
+  trace()
+  assert not traces
+  chosen = plan.make_plan(both, H200)
+  assert chosen.source == "heuristic"
+  choice = Choice(chosen.kernel, chosen.config)
+  watch = Stopwatch(lambda found: 1.0 if found == choice else 2.0)
+  tuned(fn, x, weight, weight, measure=watch)
+  traces.clear()
+  trace()  # The product's plan is the same, the layer's may not be.
+  assert traces
+  epilogue = Epilogue(gated=True, activation="silu")
+  layer = dataclasses.replace(both, n=2048, epilogue=epilogue)
+  assert plan.make_plan(layer, H200).source == "user table"
+  assert plan.make_plan(dataclasses.replace(both, n=2048), H200).source != "user table"
 
 
 def test_without_a_baseline_nothing_is_stored():

@@ -381,9 +381,10 @@ def test_a_gpu_that_no_kernel_serves(gpu, attributes):
 
 @pytest.mark.parametrize(
     ("attributes", "num_sms"),
-    [(dict(device_kind="NVIDIA GH200 480GB", core_count=132), 132),
+    [(dict(device_kind="NVIDIA GH200 144G HBM3e", core_count=132), 132),
      (dict(device_kind="NVIDIA H200 MIG 1g.18gb", core_count=16), 16),
-     (dict(device_kind="NVIDIA H20", core_count=None), 132)],
+     (dict(device_kind="NVIDIA H20", core_count=78), 78),
+     (dict(device_kind="NVIDIA H30", core_count=None), 132)],
     ids=lambda value: value["device_kind"] if isinstance(value, dict) else None,
 )
 def test_a_hopper_gpu_of_another_name(gpu, attributes, num_sms):
@@ -397,6 +398,16 @@ def test_a_hopper_gpu_of_another_name(gpu, attributes, num_sms):
     for candidate in listed:
       cluster = getattr(candidate.config, "cluster", 1)
       assert candidate.kernel == "xla" or found.ctas_at_once(cluster) >= cluster
+
+
+def test_a_part_of_a_gpu_has_a_part_of_the_memory(gpu):
+  whole = device.known_device("NVIDIA H100 80GB HBM3")
+  kind = f"{whole.kind} MIG 1g.10gb"
+  found = gpu(compute_capability="9.0", device_kind=kind, core_count=16)
+  assert found.bandwidth_tbps == pytest.approx(whole.bandwidth_tbps * 16 / 132)
+  assert found.tflops("bfloat16") == pytest.approx(whole.tflops("bfloat16") * 16 / 132)
+  pcie = gpu(compute_capability="9.0", device_kind="NVIDIA H100 PCIe", core_count=114)
+  assert pcie.num_sms == 114 and pcie.bandwidth_tbps < whole.bandwidth_tbps
 
 
 @pytest.mark.parametrize("kind", ["NVIDIA A100-SXM4-80GB", "NVIDIA L4"])

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import operand_tiles, pads
+from pallas_kernels import integers, operand_tiles, pads
 
 # What is padded together: (shape, way) of each array.
 OPERANDS = (
@@ -48,6 +48,19 @@ def test_one_kernel_pads_all(operands, dtype):
   pad = jax.jit(lambda *x: pads.pad(x, shapes))
   text = jax.export.export(pad, platforms=["cuda"])(*types).mlir_module()
   assert text.count("custom_call @mosaic_gpu") == 1
+
+
+def test_pieces_are_counted_without_a_sign():
+  """From 32 GiB on they are 2^31 and more; more than 64 GiB are too many."""
+  shape, padded = (1, 131073, 131073), (1, 131073, 131136)
+  assert pads.serves(padded, 2) and not pads.serves((2, *padded[1:]), 2)
+  assert not pads.serves((1, 8, 64), 1)  # Elements of 8 bits.
+  pad = jax.jit(lambda x: pads.pad([x], [padded]))
+  x = jax.ShapeDtypeStruct(shape, "bfloat16")
+  text = jax.export.export(pad, platforms=["cuda"])(x).mlir_module()
+  assert text.count("custom_call @mosaic_gpu") == 1
+  with pytest.raises(AssertionError):
+    integers.i32(2**31)
 
 
 @pytest.mark.gpu

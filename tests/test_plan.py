@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxgemm
-from jaxgemm import cost_model, device, heuristics, plan, table, tile_shapes
+from jaxgemm import cost_model, device, heuristics, plan, table, tile_shapes, xla_times
 from jaxgemm.contexts import current_target
 from jaxgemm.cost_constants import MODEL
 from pallas_kernels import KERNELS, TILE_KERNELS, specialised, tiles, triton
@@ -210,6 +210,36 @@ def test_rows_are_those_of_the_result_also_of_swapped_operands(n, crooked):
       for model in (MODEL, straight)
   )
   assert (with_it > without) == crooked
+
+
+@pytest.mark.parametrize("pad", [True, False])
+def test_operands_that_a_pass_pads_are_not_hot(pad):
+  """Their rows begin at whole lines."""
+  config = PersistentConfig(
+      tile_m=64, tile_n=64, num_stages=6, consumers=1, pad=pad
+  )
+  cold = dataclasses.replace(MODEL, hot=0.0)
+  times = lambda k: [
+      cost_model.estimate(Problem(64, 8192, k), "persistent", config, H200, model).time_us
+      for model in (MODEL, cold)
+  ]
+  assert times(4095)[0] == times(4095)[1]
+  assert times(4104)[0] > times(4104)[1]  # TMA takes these rows as they are.
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [Problem(2, 768, k, rhs_layout="k-major") for k in (1024, 16384, 65536, 2**22)]
+    + [Problem(1, 4096, 4096, dtype=dtype, out_dtype=dtype, algorithm=algorithm)
+       for dtype, algorithm in (("float32", "bf16_x6"), ("float32", "tf32_f32"))]
+    + [Problem(3, 5000, 5000, 64, rhs_batched=False), Problem(8192, 8192, 64)],
+    ids=str,
+)
+def test_xla_is_never_expected_below_the_floor(problem):
+  found = xla_times.estimate(problem, H200)
+  memory_us = problem.num_bytes / (H200.bandwidth_tbps * 1e6)
+  busy_us = problem.flops / (H200.tflops(problem.dtype) * 1e6)
+  assert found is None or found[0] >= max(memory_us, busy_us)
 
 
 def test_multicast_is_weighed_where_rows_are_slow_to_fetch():

@@ -102,11 +102,45 @@ def test_the_folder(monkeypatch):
   assert user_table.path(H200.kind).parent == Path.home() / "plans"
 
 
+@pytest.mark.parametrize("cache", [RuntimeError("no home"), Path("~/.cache/jaxgemm")])
+def test_a_user_without_a_home(monkeypatch, cache):
+  """As in a container that runs under a number: there is one warning, and no table."""
+  def user_cache_path(*args, **kwargs):
+    if isinstance(cache, Exception):
+      raise cache
+    return cache
+
+  monkeypatch.delenv(user_table.ENVIRONMENT)
+  monkeypatch.setattr(platformdirs, "user_cache_path", user_cache_path)
+  plan.forget_tables()
+  with pytest.warns(TableWarning, match="has no folder: .*(no home|HOME)") as caught:
+    assert user_table.lookup(SQUARE, H200) is None
+    assert plan.make_plan(SQUARE, H200).source in ("table", "heuristic")
+  assert len(caught) == 1
+
+
+def test_a_bad_row_leaves_the_others(folder):
+  """One of a newer version, whose configs this one refuses, is named and ignored."""
+  others = [dataclasses.replace(SQUARE, m=8 * i) for i in range(1, 4)]
+  user_table.store([make_row(p) for p in (SQUARE, *others)], H200.kind)
+  file = user_table.path(H200.kind)
+  content = json.loads(file.read_text())
+  content["rows"][1]["config"]["tile_n"] = 24
+  content["rows"][2] = "nonsense"
+  content["rows"].append(content["rows"][0])  # A row twice.
+  file.write_text(json.dumps(content))
+  plan.forget_tables()
+  with pytest.warns(TableWarning, match=r"ignored \(3\), the first: row 1 .* tile_n=24"):
+    assert user_table.lookup(SQUARE, H200) == make_row()
+  assert user_table.lookup(others[0], H200) is None
+  assert user_table.lookup(others[2], H200) == make_row(others[2])
+
+
 def test_an_empty_variable_means_no_table(monkeypatch):
   monkeypatch.setenv(user_table.ENVIRONMENT, "")
   plan.forget_tables()
   assert user_table.lookup(SQUARE, H200) is None
-  with pytest.warns(TableWarning, match="JAXGEMM_CACHE_DIR is empty"):
+  with pytest.warns(TableWarning, match="no folder: see JAXGEMM_CACHE_DIR"):
     user_table.store([make_row()], H200.kind)
   assert user_table.lookup(SQUARE, H200) == make_row()  # In this process alone.
   plan.forget_tables()
@@ -182,7 +216,6 @@ SPOILT = {
     "a list for a size": json.dumps(
         GOOD | {"rows": [GOOD_ROW | {"problem": {"m": [1], "n": 1, "k": 1}}]}
     ),
-    "a row twice": json.dumps(GOOD | {"rows": [GOOD_ROW, GOOD_ROW]}),
 }
 
 
@@ -191,7 +224,7 @@ def test_a_spoilt_table_is_ignored_with_one_warning(folder, content):
   file = user_table.path(H200.kind)
   folder.mkdir()
   file.write_bytes(content if isinstance(content, bytes) else content.encode())
-  with pytest.warns(TableWarning, match="nvidia_h200.* is ignored") as caught:
+  with pytest.warns(TableWarning, match="nvidia_h200.* ignored") as caught:
     assert plan.make_plan(SQUARE, H200).source == "heuristic"
     assert plan.make_plan(dataclasses.replace(SQUARE, m=8), H200).kernel
     # The next row that is stored heals it, without another word.

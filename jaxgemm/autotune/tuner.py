@@ -21,7 +21,7 @@ from jaxgemm.autotune.measure import Choice, Job, Measure, Measurement
 from jaxgemm.contexts import current_target
 from jaxgemm.device import Device, current_device, portable, supported
 from jaxgemm.recording import recorded
-from jaxgemm.table import Row
+from jaxgemm.table import FAILURES, Row
 from pallas_kernels.problem import Problem
 
 MAX_CANDIDATES = 12
@@ -34,7 +34,7 @@ class Result:
 
   Attributes:
     problem: what was measured.
-    plan: its plan from now on.
+    plan: its plan from now on, where it need not be batch invariant.
     time_us: median time of the plan; None if nothing could be measured.
     xla_time_us: XLA's, in the same run.
     failures: candidates that failed, and why.
@@ -91,8 +91,10 @@ def autotune(
   ahead of time keeps its plans. Programs of several processes should be tuned by one
   process beforehand, so that all of them read the same table.
 
-  Products with an `implementation` are left as they are. Of products that jit shards
-  by itself, XLA must compile the function to reveal the shards.
+  Products with an `implementation` are left as they are, and those of
+  `jaxgemm.scaled_matmul`. Products that are `batch_invariant` are measured like others,
+  but take only winners that do not split k. Of products that jit shards by itself, XLA
+  must compile the function to reveal the shards.
 
   Args:
     fn: a function, jitted or not; bind its keyword arguments with functools.partial.
@@ -176,7 +178,7 @@ def tune(
   jobs = {
       problem: job
       for problem, plan in before.items()
-      if (force or user_table.lookup(problem, device) is None)
+      if (force or _unmeasured(user_table.lookup(problem, device)))
       and (job := make_job(plan, device, max_candidates)) is not None
   }
   rows: dict[Problem, Row] = {}
@@ -200,7 +202,7 @@ def tune(
   finally:
     plans.make_plan.cache_clear()
     after = {p: plans.make_plan(p, device) for p in problems}
-    if any(_choice(before[p]) != _choice(after[p]) for p in problems):
+    if any(_measured_choice(before[p]) != _measured_choice(after[p]) for p in problems):
       # Else what is jitted keeps the old plans: the table is no part of JAX's keys.
       jax.clear_caches()
   results = Results()
@@ -240,7 +242,10 @@ def make_job(plan: plans.Plan, device: Device, max_candidates: int) -> Job | Non
 def _winner(
     job: Job, found: Sequence[Measurement], command: str, device: Device
 ) -> Row | None:
-  """The row of the fastest kernel; of XLA, if it is faster by more than the noise."""
+  """The row of the fastest kernel; of XLA, if it is faster by more than the noise.
+
+  XLA's row also stands in where every kernel fails; the next run then tries them again.
+  """
   timed = {
       choice: one.times_us
       for choice, one in zip(job.choices, found, strict=True)
@@ -266,7 +271,19 @@ def _winner(
       "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
       "command": command,
   }
+  if not kernels:
+    failures = [one.failure for one in found if one.failure is not None]
+    evidence[FAILURES] = f"all {len(failures)} kernels failed, the first: {failures[0]}"
   return Row(job.problem, best.kernel, best.config, tuple(evidence.items()))
+
+
+def _unmeasured(row: Row | None) -> bool:
+  return row is None or FAILURES in dict(row.evidence)
+
+
+def _measured_choice(plan: plans.Plan) -> tuple[Choice, bool]:
+  """What is chosen, and whether by a table: fused products take such rows as well."""
+  return _choice(plan), plan.source in ("user table", "table")
 
 
 def _choice(plan: plans.Plan) -> Choice:
