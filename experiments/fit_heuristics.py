@@ -33,14 +33,14 @@ from absl import app, flags, logging
 import numpy as np
 import tabulate
 
-from experiments import common_flags, products, progress
+from experiments import common_flags, products, progress, suites
 from experiments.report import geometric_mean
 from experiments.sweep import xla_estimate_us
 from jaxgemm import cost_model, heuristics
 from jaxgemm.cost_constants import MODEL, Model
 from jaxgemm.device import Device, known_device
 from pallas_kernels import KERNELS
-from pallas_kernels.problem import ALGORITHM_OF_DTYPE, Config, Problem
+from pallas_kernels.problem import Config, Problem
 
 flags.declare_key_flag(common_flags.SEED.name)
 _CHECK = flags.DEFINE_boolean(
@@ -153,14 +153,15 @@ def read(paths: Iterable[pathlib.Path]) -> list[Group]:
   Raises:
     ValueError: a row is not of experiments/sweep.py; the message names it.
   """
-  rows: dict[tuple[pathlib.Path, str, str], list[dict[str, Any]]] = {}
+  rows: dict[tuple[pathlib.Path, str, str | None, str], list[dict[str, Any]]] = {}
   for path in paths:
     lines = path.read_text(encoding="utf-8").splitlines()
     for number, line in enumerate(lines, start=1):
       row = json.loads(line)
       if not {"config", "estimate_us"} <= row.keys():
         raise ValueError(f"{path}, line {number}: not a row of experiments.sweep")
-      rows.setdefault((path, row["device"], row["name"]), []).append(row)
+      run = path, row["device"], row.get("commit"), row["name"]
+      rows.setdefault(run, []).append(row)
   groups = [_group(group) for group in rows.values()]
   return [
       group for group in groups if sum(one.listed for one in group.measured) > 1
@@ -172,7 +173,7 @@ def _group(rows: Sequence[dict[str, Any]]) -> Group:
   sizes = ("batch", "m", "n", "k", "lhs_layout", "rhs_layout", "dtype", "out_dtype")
   problem = Problem(
       **{name: first[name] for name in sizes},
-      algorithm=ALGORITHM_OF_DTYPE[first["dtype"]],
+      algorithm=suites.algorithm(first["dtype"], first.get("precision", "default")),
   )
   device = known_device(first["device"])
   xla_estimate = xla_estimate_us(problem, device)

@@ -109,18 +109,33 @@ def _out_dtype(dtype: str) -> str:
   return "int32" if dtype == "int8" else "bfloat16"
 
 
+def algorithm(dtype: str, precision: str = "default") -> str:
+  """Returns the algorithm of operands of a dtype at a precision.
+
+  Raises:
+    ValueError: no suite has such operands.
+  """
+  if dtype == "float32" and precision in _ALGORITHMS:
+    return _ALGORITHMS[precision]
+  if dtype not in _ALGORITHM_OF:
+    raise ValueError(f"dtype {dtype!r} is none of {', '.join(_ALGORITHM_OF)}")
+  return _ALGORITHM_OF[dtype]
+
+
 def at_precision(case: Case, precision: str) -> Case:
   """Returns the case at a precision: it says something of float32 operands only."""
   if case.problem.dtype != "float32" or precision == "default":
     return case
-  problem = dataclasses.replace(case.problem, algorithm=_ALGORITHMS[precision])
+  problem = dataclasses.replace(
+      case.problem, algorithm=algorithm("float32", precision)
+  )
   return dataclasses.replace(case, name=f"{case.name} {precision}", problem=problem)
 
 
 def precision_of(problem: Problem) -> str:
   """Returns the precision at which a problem is, as `at_precision` takes it."""
-  for precision, algorithm in _ALGORITHMS.items():
-    if problem.algorithm == algorithm:
+  for precision, name in _ALGORITHMS.items():
+    if problem.algorithm == name:
       return precision
   return "default"
 

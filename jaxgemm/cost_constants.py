@@ -1,7 +1,8 @@
 """The constants of the cost model: what an H200 was measured to do.
 
-They are fitted to measured times (see experiments/fit_heuristics.py), but for those
-that say otherwise.
+They are fitted to measured times (see experiments/fit_heuristics.py), but for those that
+say so, and those of parts of float32 operands (lhs_split to beside, guard, scales), which
+are by hand: no sweep has them.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ class Model:
   l2_rate: float = 137e3  # L2 to shared memory.
   multicast: float = 0.352  # What an SM receives, beside what it asks for.
   short_rows: float = 0.0108  # Of operands copied in rows of 128 bytes; less if longer.
-  crooked_rows: float = 2.0  # The same, where rows begin in the midst of 128 bytes.
+  crooked_rows: float = 2.0  # As `short_rows`, where rows begin in the midst of 128 bytes.
   crooked_memory: float = 0.21  # What crooked rows cost the memory itself.
   crooked_stores: float = 1.5  # Of the result's bytes, where its rows begin so.
   crooked_32: float = 0.367  # Of all three, where they begin at multiples of 32 bytes.
   crooked_64: float = 0.271  # The same, of 64 bytes.
-  hot: float = 0.1  # A k tile of an operand that all CTAs ask for at once, if crooked.
+  hot: float = 0.1  # A k tile of an operand that all CTAs ask for at once; by hand.
   reread: float = 0.221  # Share of an operand that each second tile fetches anew.
   load_rate: float = 23.9e3  # Memory to shared memory through registers, shifted.
   direct_rate: float = 39.3e3  # The same, where rows are aligned to 16 bytes.
@@ -41,7 +42,7 @@ class Model:
   single: float = 0.945  # Of the tensor cores' time, one warpgroup at a time.
   wide: float = 1.09  # The same, two wgmma a k tile: one holds 256 columns at most.
   narrow: float = 83.6  # Columns of a wgmma that takes no less time with fewer.
-  chunks: float = 1.03  # The same, wgmma of 64 columns, as rhs comes in chunks.
+  chunks: float = 1.03  # As `single`: wgmma of 64 columns, as rhs comes in chunks.
   promotion: float = 0.0181  # Of the sums, once.
   lhs_split: float = 0.41  # Of 32 of k in registers, by one consumer.
   lhs_split_two: float = 0.61  # The same, by two at once.
@@ -51,7 +52,7 @@ class Model:
   k_cluster: float = 1.09  # Of k tiles, where a cluster shares out k.
   energy: float = 1.18  # Of an operation, at the highest clocks: 1 is what power allows.
   fill_energy: float = 12.6  # The same, of an element on its way into shared memory.
-  memory: float = 1.09  # Share of the bandwidth that a product reaches.
+  memory: float = 1.09  # Share of the bandwidth that a product reaches, of a copy's.
   tail: float = 1.68  # Of a tile that some SMs have more than others, beside the memory.
   apart: float = 0.235  # What the memory loses where k is split: rows far apart.
   reduce: float = 1.61  # Launch of the kernel that adds the parts of split-k.
