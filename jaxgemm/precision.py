@@ -34,7 +34,8 @@ What is not an ordinary number:
              products of parts do close to that, `pallas_kernels.parts` says
   subnormal  operands count in every algorithm but tf32_f32, which may take them for 0;
              results are rounded to them
-  inf, nan   as in float32
+  inf, nan   as in float32; but a nan whose mantissa begins with seven zeros, which no
+             arithmetic gives, is inf where it is split in registers (`split_lhs`)
 """
 
 from __future__ import annotations

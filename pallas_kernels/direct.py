@@ -13,8 +13,8 @@ Where there are only a few k tiles, a pipeline has nothing to overlap, and what 
 is latency: of launching, of fetching TMA's descriptors, of one way from memory and one
 back. Registers need no descriptor, and take any stride: no pass pads an operand.
 
-There are no barriers but the warpgroup's own. The emulator, which knows no such loads,
-copies the tiles as the other kernels do:
+There are no barriers but the warpgroup's own, and those of c, which TMA copies (see
+`epilogue`). The emulator, which knows no such loads, copies tiles as other kernels do:
 
   barrier  arrives                        waits
   full     the copies of lhs and rhs      the warpgroup, before wgmma
@@ -55,7 +55,7 @@ def smem_bytes(problem: Problem, config: DirectConfig) -> int:
   """Shared memory of one CTA: a slot for each k tile of a group, the staging slot."""
   slot = tiles.slot_bytes(problem, config.tile_m, config.tile_n, config.tile_k)
   staging = calls.epilogue_bytes(problem, config.tile_n, 1, by_registers=True)
-  return num_slots(problem, config) * slot + staging
+  return num_slots(problem, config) * slot + staging + tiles.BARRIER_BYTES
 
 
 def num_slots(problem: Problem, config: DirectConfig) -> int:

@@ -47,8 +47,10 @@ C_SLOTS = ("c_slots", "other_c_slots")
 Ref = Any
 Refs = tuple[Ref, ...]
 
+LEAST_BYTES = 32  # Of a piece's rows: Mosaic has no narrower swizzle.
 
-def _piece_cols(tile_n: int, itemsize: int) -> list[int]:
+
+def _piece_cols(tile_n: int, itemsize: int, least: int) -> list[int]:
   """Columns that a piece may have, the most first: 128 bytes, or a half or less.
 
   Each piece costs a barrier, and short rows fill no line of memory. So pieces may have
@@ -57,7 +59,8 @@ def _piece_cols(tile_n: int, itemsize: int) -> list[int]:
   found = [tiles.SWIZZLE_BYTES // itemsize >> i for i in range(4)]
   found = [
       cols for cols in found
-      if cols <= tile_n and 3 * (tiles.round_up(tile_n, cols) - tile_n) <= tile_n
+      if cols * least >= LEAST_BYTES and cols <= tile_n
+      and 3 * (tiles.round_up(tile_n, cols) - tile_n) <= tile_n
   ]
   return found[:1] if tile_n % found[0] == 0 else found
 
@@ -341,10 +344,12 @@ def epilogues(
     )
   masked = by_registers or problem.n % tiles.tma_stride_elems(dtype)
   way, itemsize = "masked" if masked and not emulated else copied, problem.out_itemsize
+  least = itemsize
   if c_dtype is not None:  # A wider c takes narrower pieces: both have the same columns.
-    itemsize = max(jnp.dtype(c_dtype).itemsize, itemsize)
+    c_itemsize = jnp.dtype(c_dtype).itemsize
+    itemsize, least = max(c_itemsize, itemsize), min(c_itemsize, itemsize)
   found = []
-  for cols in _piece_cols(wg_tile_n, itemsize):
+  for cols in _piece_cols(wg_tile_n, itemsize, least):
     if problem.epilogue.slopes == 2 and cols >= 32:
       cols //= 2  # Three arrays have slots, which the ring would lack.
     found.append(Epilogue(

@@ -72,6 +72,10 @@ def prepare(
     rhs = lax.optimization_barrier(lax.transpose(rhs, (0, 2, 1)))
     rhs_k_major = True
   rhs_way = "flat" if rhs_k_major else "tiled"
+  if not rhs_k_major and rhs.shape[2] % TILE_K and rhs.shape[2] > TILE_K:
+    # Its blocks are 8 x 32: a slot has 32 of k.
+    pad = tiles.round_up(rhs.shape[2], TILE_K) - rhs.shape[2]
+    rhs = lax.pad(rhs, jnp.zeros((), rhs.dtype), ((0, 0, 0), (0, 0, 0), (0, pad, 0)))
   if operand_tiles.needs_padding(*rhs.shape[1:], jnp.bfloat16, rhs_way):
     # Before it is split, so that one pass does both.
     rhs = operand_tiles.pad_for_tma(rhs, jnp.bfloat16, rhs_way)

@@ -39,7 +39,7 @@ NAME = "losses"
 LEAST_ELEMENTS = 1 << 22  # Of the logits; below, XLA's passes stay in the L2.
 NUM_LOADS = 8  # Pieces of a row that does not stay, on their way to a CTA at once.
 MAX_STAYING = 13  # Pieces of a row that stays: 104 KB.
-_LEAST = -1e38  # Finite, so that exp of a difference is never nan for its sake.
+_LEAST = -3.4028234e38  # Finite, so that exp of a difference is never nan for its sake.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,8 +79,8 @@ def launch(logits, labels, facts: Losses, *, interpret=None) -> tuple[jax.Array,
 
   Args:
     logits: [rows, cols].
-    labels: [rows] int32. Where one is not within 0 .. num_classes - 1, its logit is
-      undefined, and the slopes are those of the log of the sum.
+    labels: [rows] int32. Where one is not within 0 .. num_classes - 1, its logit and the
+      row's slopes are undefined.
   Returns: [rows] float32 twice, and [rows, cols] as the logits.
   """
   emulated, line = interpret is not None, facts.line

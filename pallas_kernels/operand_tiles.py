@@ -1,7 +1,8 @@
 """Operands: their ways into shared memory, and out of it into wgmma.
 
-Shared memory that wgmma reads is swizzled by 128 bytes and tiled by 8 rows x
-128 bytes. An operand gets there in one of four ways (`Operand.way`):
+Shared memory that wgmma reads is swizzled by 128 bytes and tiled by 8 rows x 128 bytes
+(by 64 bytes the rhs of lhs that is split in registers). An operand gets there in one of
+four ways (`Operand.way`):
 
   flat     k-major operands: one TMA copy of rank 2 into an untiled view of the
            slot. A slot is exactly 128 bytes wide, so that both views have the

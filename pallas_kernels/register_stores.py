@@ -33,7 +33,7 @@ def store(piece, slot: Ref, out_gmem: Ref, row, col) -> None:
   """Stores a piece [rows, cols] at (row, col) of an array [num_rows, num_cols].
 
   `slot` is a piece of shared memory of its shape, or with a longer row pitch that is
-  a multiple of 16 bytes. `col` is a multiple of the piece's columns.
+  a multiple of 16 bytes. `col` is a multiple of 16.
   """
   rows, cols = piece.shape
   itemsize = jnp.dtype(piece.dtype).itemsize

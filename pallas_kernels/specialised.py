@@ -168,11 +168,14 @@ def _check_tile(product: Problem, config: PersistentConfig) -> str | None:
 
 
 def smem_bytes(
-    problem: Problem, config: PersistentConfig, others: int = 0
+    problem: Problem, config: PersistentConfig, others: int = 0, cols: int | None = None
 ) -> int:
-  """Shared memory of one CTA: the ring, the staging slots, the barriers, and `others`."""
+  """Shared memory of one CTA: the ring, the staging slots, the barriers, and `others`.
+
+  `cols` are those that a consumer stores, if not those of its tile.
+  """
   room = epilogue_room(problem, config, others)
-  return tiles.SMEM_LIMIT_BYTES - room + _epilogue(problem, config, room).smem_bytes
+  return tiles.SMEM_LIMIT_BYTES - room + _epilogue(problem, config, room, cols).smem_bytes
 
 
 def pieces(problem: Problem, config: PersistentConfig) -> int:
@@ -182,10 +185,10 @@ def pieces(problem: Problem, config: PersistentConfig) -> int:
 
 
 def _epilogue(
-    problem: Problem, config: PersistentConfig, room: int
+    problem: Problem, config: PersistentConfig, room: int, cols: int | None = None
 ) -> epilogues.Epilogue:
   """That on the chip."""
-  cols, transposed = stored_cols(problem, config), config.swap
+  cols, transposed = cols or stored_cols(problem, config), config.swap
   if config.split_lhs and config.swap:  # The transposed product, stored as it is.
     problem, transposed = problem.transposed, False
   return epilogues.make_epilogue(

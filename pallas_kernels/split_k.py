@@ -67,8 +67,11 @@ def supports(problem: Problem, config: SplitKConfig) -> str | None:
 
 def smem_bytes(problem: Problem, config: SplitKConfig) -> int:
   """Shared memory of one CTA of the first kernel, the larger one."""
+  stored, storing = _first_kernel(problem, config)
+  exchange = make_exchange(config, emulated=False)
   return specialised.smem_bytes(
-      *_first_kernel(problem, config), _exchange_bytes(config)
+      stored, storing, _exchange_bytes(config),
+      cols=exchange.share_cols if exchange else None,
   )
 
 

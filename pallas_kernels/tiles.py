@@ -18,6 +18,7 @@ SMEM_LIMIT_BYTES = 232448  # What one CTA may have on Hopper.
 MAX_CTAS = 8  # Of a cluster, on every GPU that has clusters.
 BARRIER_BYTES = 1024  # Room for every mbarrier of a kernel, one alignment unit.
 TMA_BOX_LIMIT = 256  # Elements of one dimension of a TMA box.
+MAX_TILES = 2**30  # Their numbers, and those of splits, are of 32 bits.
 WGMMA_COLS = 256  # Columns that one wgmma instruction multiplies.
 COLUMN_STEP = 16  # Of tiles: what wgmma takes, and the epilogue stores, a multiple of.
 GRID_WIDTH = 8  # Tiles of a band, where the config does not say (`tile_order`).
@@ -142,6 +143,9 @@ def check_tile(
     return f"tile_k={tile_k} must be {elems} for {problem.dtype}: 128 bytes of k a slot"
   if tile_n % COLUMN_STEP or not COLUMN_STEP <= tile_n <= most_n:
     return f"tile_n={tile_n} must be a multiple of {COLUMN_STEP} up to {most_n}"
+  num_tiles = problem.batch * cdiv(problem.m, tile_m) * cdiv(problem.product_n, tile_n)
+  if num_tiles > MAX_TILES:
+    return f"{num_tiles} tiles of {tile_m}x{tile_n}: there may be {MAX_TILES}"
   return None
 
 

@@ -179,3 +179,18 @@ def test_batches_and_second_derivatives(rng):
   np.testing.assert_allclose(dz, ct * (1 - jnp.tanh(z) ** 2), 1e-5, 1e-6)
   np.testing.assert_allclose(total, dz.sum(1), 1e-5, 1e-6)
   jax.test_util.check_grads(lambda z, ct: run(z, ct)[0][0], (z, ct), 1, ["fwd", "rev"])
+
+
+@pytest.mark.parametrize("rows", [70, 576])
+def test_rows_beyond_the_last_do_not_count(rows, rng, monkeypatch):
+  """TMA fills them with zeros, where the slope of a callable may be inf."""
+  monkeypatch.setattr(kernel, "LEAST_ELEMENTS", 1)
+  x = jnp.asarray(rng.uniform(1.0, 2.0, (rows, 16)), "bfloat16")
+  w, bias = jnp.full((16, 128), 0.25, "bfloat16"), jnp.ones(128, "bfloat16")
+  run = jax.grad(
+      lambda b: jnp.sum(jaxgemm.linear(x, w, b, activation=jnp.log).astype(jnp.float32))
+  )
+  wanted = run(bias)
+  with jaxgemm.emulate():
+    found = run(bias)
+  assert reference.relative_error(found, wanted) < 1e-2

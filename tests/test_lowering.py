@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import re
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+import jaxgemm
 from jaxgemm import heuristics
 from jaxgemm.device import known_device
 from pallas_kernels import TILE_KERNELS as KERNELS
 from pallas_kernels import pads
-from pallas_kernels.problem import Epilogue
+from pallas_kernels.problem import DirectConfig, Epilogue, PersistentConfig
 from tests import kernel_cases
 from tests.kernel_cases import LAYOUTS, lowered, make_problem, mostly_slow, small_config
 
@@ -163,3 +166,53 @@ def test_an_odd_result_is_not_padded(n):
   problem = make_problem(512, n, 512, "NT")
   text = lowered("persistent", problem, small_config("persistent"))
   assert "stablehlo.slice" not in text and not _padded(text)
+
+
+def exported(function, *operands) -> str:
+  with jaxgemm.target("NVIDIA H200"):
+    run = jax.export.export(jax.jit(function), platforms=["cuda"])
+    return run(*operands).mlir_module()
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(4096, 56, 4096), (2048, 49, 1024)])
+def test_narrow_rhs_beside_lhs_that_is_split_in_registers(m, n, k):
+  """Its blocks have 32 columns."""
+  a, b = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((m, k), (k, n)))
+  run = lambda a, b: jaxgemm.matmul(a, b, precision="highest")
+  assert "jaxgemm_split_k" in exported(run, a, b)
+  loss = lambda a, b: jnp.sum(run(a, b))
+  assert "jaxgemm_" in exported(jax.grad(loss, (0, 1)), a, b)
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(2544, 40, 28280), (1168, 40, 54984)])
+def test_shared_memory_of_sums_that_a_cluster_exchanges(m, n, k):
+  a, b = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((k, m), (n, k)))
+  run = lambda a, b: jaxgemm.dot_general(
+      a, b, (((0,), (1,)), ((), ())), preferred_element_type=jnp.float32
+  )
+  assert "jaxgemm_split_k" in exported(run, a, b)
+
+
+def test_pieces_of_a_result_have_rows_that_can_be_swizzled():
+  """However little room the ring leaves."""
+  rows, hidden, n = 4748, 144, 6416
+  shapes = (rows, n), (n, hidden), (n, hidden), (hidden, n)
+  operands = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes]
+  run = lambda *x: jnp.sum(jaxgemm.gated_mlp(*x, activation="gelu").astype(jnp.float32))
+  assert "jaxgemm_persistent" in exported(jax.grad(run, (0, 1, 2, 3)), *operands)
+
+
+def test_direct_has_room_for_the_barriers_of_c():
+  problem = make_problem(
+      130, 96, 384, "NT",
+      epilogue=Epilogue(c_dtype="bfloat16", activation="silu", slopes=2),
+  )
+  config = DirectConfig(256, 32, 64)
+  reason = KERNELS["direct"].supports(problem, config)
+  assert reason is not None and "shared memory" in reason
+
+
+def test_tiles_are_counted_in_32_bits():
+  problem = make_problem(129, 17, 8, batch=2**30)
+  for name, config in (("direct", DirectConfig(64, 64, 64)), ("persistent", PersistentConfig())):
+    assert "tiles of" in KERNELS[name].supports(problem, config)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 import jaxgemm
 from jaxgemm import plan, reference
 from jaxgemm.device import known_device
-from pallas_kernels import KERNELS, parts
+from pallas_kernels import KERNELS, accumulate, parts
 from pallas_kernels.problem import Epilogue, PersistentConfig, Problem, SplitKConfig
 from tests import kernel_cases
 from tests.kernel_cases import LAYOUTS, lowered, make_problem
@@ -169,3 +171,28 @@ def test_products_and_gradients_in_emulation(precision, bound, rng):
   for result, truth in zip(results, truths, strict=True):
     assert result.dtype == jnp.float32
     assert reference.relative_error(result, truth) < bound
+
+
+def test_what_is_given_back_spares_exact_sums(rng):
+  """Less than half a unit in the last place, of whatever parts."""
+  values = np.concatenate([
+      rng.uniform(1.0, 2.0, 10000), [1.0, np.nextafter(2.0, 0.0), 256.0],
+  ]).astype(np.float32)
+  for one in (*parts.OF_ALGORITHM.values(), parts.SPLIT_LHS, parts.HALVES):
+    back = accumulate._given_back(jnp.asarray(values), one.lost)
+    np.testing.assert_array_equal(values + np.asarray(back), values)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [64, 1024])
+def test_gpu_exact_products_are_exact(n):
+  """Ones, and rows of the identity: whichever parts the plan has."""
+  keys = jax.random.split(jax.random.key(0))
+  ones = jnp.ones((n, n))
+  whole = jax.random.randint(keys[0], (n, n), -1000, 1000).astype(jnp.float32)
+  picked = jax.nn.one_hot(jax.random.randint(keys[1], (n,), 0, n), n)
+  multiply = jax.jit(functools.partial(jaxgemm.matmul, precision="highest"))
+  np.testing.assert_array_equal(multiply(ones, ones), n * np.ones((n, n)))
+  np.testing.assert_array_equal(
+      multiply(picked, whole), np.asarray(picked) @ np.asarray(whole)
+  )
