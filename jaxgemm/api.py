@@ -19,12 +19,13 @@ from jaxgemm import explaining, table
 from jaxgemm import plan as plans
 from jaxgemm import precision as precisions
 from jaxgemm.arguments import (
-    as_array,
-    as_dtype,
-    as_factor,
-    check_broadcasts,
-    check_numbers,
-    check_real,
+  as_array,
+  as_dtype,
+  as_factor,
+  check_broadcasts,
+  check_numbers,
+  check_real,
+  times,
 )
 from jaxgemm.contexts import current_target, is_batch_invariant
 from jaxgemm.dims import (
@@ -188,9 +189,9 @@ def gemm(
     out = jnp.matmul(a, b, precision=precision, preferred_element_type=wide_dtype)
   else:
     out = contract("gemm", lhs, rhs, axes, product)
-  out = alpha * out
+  out = times(alpha, out)
   if c is not None:
-    out = out + beta * lax.convert_element_type(c, wide_dtype)
+    out = out + times(beta, lax.convert_element_type(c, wide_dtype))
   return lax.convert_element_type(out, out_dtype)
 
 

@@ -48,6 +48,13 @@ def as_dtype(name: str, value: Any) -> np.dtype:
   return dtype
 
 
+def at_least_float32(dtype: np.dtype) -> np.dtype:
+  """The dtype, or float32 if that is wider or the dtype one of integers."""
+  if jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize >= 4:
+    return dtype
+  return np.dtype(np.float32)
+
+
 def as_factor(function: str, name: str, factor: Any) -> float | jax.Array:
   """A float, if the factor is known where it is traced; else an array."""
   if isinstance(factor, (int, float, np.integer, np.floating)):
@@ -55,6 +62,16 @@ def as_factor(function: str, name: str, factor: Any) -> float | jax.Array:
   if isinstance(factor, str | None):
     raise TypeError(f"{function}: {name}={factor!r} must be a number or an array")
   return as_array(function, name, factor)
+
+
+def times(factor: float | jax.Array, x: jax.Array) -> jax.Array:
+  """factor * x; of integers exactly, where the factor is a known integer."""
+  if isinstance(factor, float) and factor == 1.0:
+    return x
+  exact = isinstance(factor, float) and factor.is_integer()
+  if exact and jnp.issubdtype(x.dtype, jnp.integer):
+    return int(factor) * x
+  return factor * x
 
 
 def check_real(function: str, name: str, x: Any, of: str, dtype: Any) -> None:
@@ -72,7 +89,7 @@ def check_broadcasts(
 ) -> None:
   """Raises ValueError unless x broadcasts to `shape`, that of `of`."""
   try:
-    broadcasts = np.broadcast_shapes(x.shape, shape) == shape
+    broadcasts = jnp.broadcast_shapes(x.shape, shape) == shape
   except ValueError:
     broadcasts = False
   if not broadcasts:

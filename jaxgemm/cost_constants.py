@@ -23,7 +23,7 @@ class Model:
   l2_rate: float = 137e3  # L2 to shared memory.
   multicast: float = 0.352  # What an SM receives, beside what it asks for.
   short_rows: float = 0.0108  # Of operands copied in rows of 128 bytes; less if longer.
-  crooked_rows: float = 2.0  # As `short_rows`, where rows begin in the midst of 128 bytes.
+  crooked_rows: float = 2.0  # As `short_rows`, of rows that begin within 128 bytes.
   crooked_memory: float = 0.21  # What crooked rows cost the memory itself.
   crooked_stores: float = 1.5  # Of the result's bytes, where its rows begin so.
   crooked_32: float = 0.367  # Of all three, where they begin at multiples of 32 bytes.

@@ -48,6 +48,11 @@ class Dims:
   def out(self) -> str:
     return "bmn"
 
+  @property
+  def has_batch(self) -> bool:
+    """Whether both operands have batch dimensions, as lax.dot_general's have."""
+    return self.b > 0 and "b" in self.lhs and "b" in self.rhs
+
   def names(self, groups: str) -> list[str]:
     """One name a dimension: names("bmk") is ["b0", "m0", "m1", "k0"] for two m."""
     return [f"{g}{i}" for g in groups for i in range(getattr(self, g))]
@@ -164,6 +169,8 @@ def fold(
   Example: fold(("m", "k"), ("k", "n"), ("m", "n"), (4, 8), (8, 2)).dims == Dims()
   """
   size = label_sizes(lhs, rhs, lhs_shape, rhs_shape)
+  # Symbolic sizes (of jax.export) do not compare: then operands are counted.
+  known = all(isinstance(one, int) for one in size.values())
   batch = [axis for axis in out if axis in lhs and axis in rhs]
   rows = [axis for axis in out if axis in lhs and axis not in rhs]
   cols = [axis for axis in out if axis in rhs and axis not in lhs]
@@ -178,7 +185,7 @@ def fold(
       moved = 0
       for have, want in ((lhs, want_lhs), (rhs, want_rhs), (have_out, out)):
         if have != want:
-          moved += math.prod(size[axis] for axis in have)
+          moved += math.prod(size[axis] for axis in have) if known else 1
       if best is None or moved < best.moved:
         best = Folding(
             dims, _perm(lhs, want_lhs), _perm(rhs, want_rhs), _perm(have_out, out),

@@ -31,9 +31,14 @@ def einsum(
     ValueError, TypeError: as jnp.einsum; or the named kernel cannot serve.
   Example: jaxgemm.einsum("bqhd,bkhd->bhqk", q, k)
   """
-  product = functools.partial(dot_general, implementation=implementation, config=config)
   return jnp.einsum(
       subscripts, *operands, precision=precision, optimize=optimize,
       preferred_element_type=preferred_element_type, out_sharding=out_sharding,
-      _dot_general=product,
+      _dot_general=_product(implementation, config),
   )
+
+
+@functools.lru_cache(maxsize=256)
+def _product(implementation: str | None, config: Config | None):
+  """The same object each time: it is static to a jit of jnp.einsum's."""
+  return functools.partial(dot_general, implementation=implementation, config=config)

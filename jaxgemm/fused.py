@@ -35,8 +35,8 @@ from jax.sharding import PartitionSpec
 from jaxgemm.checkpoint_policies import name_product
 from jaxgemm.cotangents import Pass, cotangents
 from jaxgemm.lowering import epilogue, halves
-from jaxgemm.primitive import bind as bind  # Which is whole with the rules below.
 from jaxgemm.primitive import (
+  as_sharded,
   explicit,
   gemm_p,
   gradient,
@@ -44,8 +44,9 @@ from jaxgemm.primitive import (
   result_type,
   scaled,
 )
+from jaxgemm.primitive import bind as bind  # Which is whole with the rules below.
 from jaxgemm.product import Product
-from pallas_kernels import activations
+from pallas_kernels import activations, compat
 from pallas_kernels.problem import NONE
 
 tangent_p = Primitive("jaxgemm_linear_tangent")
@@ -119,7 +120,7 @@ def differentiated(
   saving = product.replace(saves=product.saves or not known)
   found = bind(*primals, product=saving)
   found = [
-      name_product(x, has_batch=bool(product.dims.b))
+      name_product(x, has_batch=product.dims.has_batch)
       for x in (found if saving.is_fused else [found])
   ]
   moving = [dots.lhs, *dots.rhs, *dots.biases]
@@ -134,7 +135,8 @@ def differentiated(
       aval = result_type(aval, jax.typeof(behind[1]), behind[0])
     out_dot = ad.Zero(aval.to_tangent_aval())
   if dots.c is not None and _moves(dots.c):
-    out_dot = ad.add_tangents(out_dot, scaled(dots.c, product.beta, product.out_dtype))
+    c_dot = as_sharded(dots.c, jax.typeof(found[0]))
+    out_dot = ad.add_tangents(out_dot, scaled(c_dot, product.beta, product.out_dtype))
   return found, out_dot
 
 
@@ -308,16 +310,6 @@ def _tangent(*operands, tangent: Tangent):
   return gemm_p.bind(out, rhs_behind, product=tangent.behind)
 
 
-def _tangent_impl(*operands, tangent: Tangent):
-  with jax.disable_jit(False):
-    return _jitted_tangent(tangent)(*operands)
-
-
-@functools.lru_cache(maxsize=4096)
-def _jitted_tangent(tangent: Tangent):
-  return jax.jit(functools.partial(_tangent, tangent=tangent))
-
-
 def _tangent_abstract_eval(*operands, tangent: Tangent):
   lhs, (rhs, *_), _, rhs_behind, _ = tangent.split(operands)
   aval = result_type(lhs, rhs, tangent.product)
@@ -405,7 +397,7 @@ linear_p.def_abstract_eval(_abstract_eval)
 ad.primitive_jvps[linear_p] = _jvp
 batching.primitive_batchers[linear_p] = _batch
 
-tangent_p.def_impl(_tangent_impl)
+compat.computes_by_lowering(tangent_p)
 tangent_p.def_abstract_eval(_tangent_abstract_eval)
 mlir.register_lowering(tangent_p, mlir.lower_fun(_tangent, multiple_results=False))
 ad.primitive_jvps[tangent_p] = _tangent_jvp

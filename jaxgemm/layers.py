@@ -18,8 +18,16 @@ from jax import lax
 import jax.numpy as jnp
 
 from jaxgemm.api import contract, named_kernel, product_of
-from jaxgemm.arguments import as_array, as_factor, check_broadcasts, check_real
+from jaxgemm.arguments import (
+  as_array,
+  as_factor,
+  at_least_float32,
+  check_broadcasts,
+  check_real,
+  times,
+)
 from jaxgemm.dims import Axes
+from jaxgemm.lowering import along_columns
 from jaxgemm.product import Product
 from pallas_kernels import activations
 from pallas_kernels.problem import NONE, OUT_DTYPES, Activation, Config
@@ -126,17 +134,21 @@ def gated_linear(
 
 def _packed(w, packed: str, axis: int) -> dict[str, jax.Array]:
   """The weights of a gated layer from one array: it, or two of interleaved ones."""
-  if w.ndim != 2 or w.shape[axis] % 2:
-    raise TypeError(
-        f"gated_linear: w_gate has shape {w.shape}; without w_up it must be a matrix"
-        f" whose dimension {axis} holds two"
-    )
+  _check_packed("gated_linear", w, axis)
   if packed == "concatenated":
     return {"w_gate": w}
   return {
       name: lax.slice_in_dim(w, i, None, 2, axis)
       for i, name in enumerate(("w_gate", "w_up"))
   }
+
+
+def _check_packed(name: str, w, axis: int) -> None:
+  if w.ndim != 2 or w.shape[axis] % 2:
+    raise TypeError(
+        f"{name}: w_gate has shape {w.shape}; without w_up it must be a matrix"
+        f" whose dimension {axis} holds two"
+    )
 
 
 def _layer(
@@ -191,12 +203,17 @@ def make_layer(
   gated = len(biases) == 2
   packed = gated and len(weights) == 1
   for key, w in weights.items():
-    n = columns(name, x, key, w, transposed) // (1 + packed)
+    n = columns(name, x, key, w, transposed)
+    if packed:
+      _check_packed(name, w, 0 if transposed else 1)
+      n //= 2
   activation = NONE if activation is None else activation
   if not isinstance(activation, Hashable):
     raise ValueError(f"{name}: activation {activation!r} does not hash")
-  if (reason := activations.check(activation) or _why_not(activation)) is not None:
-    raise ValueError(f"{name}: {reason}")
+  try:
+    _check_activation(activation)
+  except ValueError as error:
+    raise ValueError(f"{name}: {error}") from None
   if save not in SAVES:
     raise ValueError(f"{name}: save={save!r} must be one of {', '.join(SAVES)}")
   given = [as_bias(name, key, b, n) for key, b in biases.items() if b is not None]
@@ -265,24 +282,36 @@ def scaled(name: str, x: jax.Array, scale) -> tuple[jax.Array, float]:
     return x, scale
   check_real(name, "scale", scale, "x", x.dtype)
   check_broadcasts(name, "scale", scale, "x with one column", (*x.shape[:-1], 1))
-  return (x * scale).astype(x.dtype), 1.0
+  dtype = x.dtype
+  if not jnp.issubdtype(dtype, jnp.inexact):  # As jnp has it of a product of both.
+    dtype = jnp.result_type(x, scale)
+  return (x * scale).astype(dtype), 1.0
 
 
-@functools.lru_cache(maxsize=256)
-def _why_not(activation: Activation) -> str | None:
-  """Why a function is no activation, or None; a trace of the product would not say."""
+@functools.lru_cache(maxsize=256)  # Of what is right: errors are not kept.
+def _check_activation(activation: Activation) -> None:
+  """Raises ValueError if it is none, for a trace of the product would not say why."""
+  if (reason := activations.check(activation)) is not None:
+    raise ValueError(reason)
   if isinstance(activation, str):
-    return None
+    return
   called = f"activation {activation!r} of a float32 array"
   x = jax.ShapeDtypeStruct((2, 3), jnp.float32)
   try:
-    out = jax.eval_shape(activation, x)
+    traced, out = jax.make_jaxpr(activation, return_shape=True)(x)
   except Exception as error:  # Whatever a function of the caller's raises.
-    return f"{called} raises {type(error).__name__}: {error}"
-  if isinstance(out, jax.ShapeDtypeStruct) and out.shape == x.shape:
-    if jnp.issubdtype(out.dtype, jnp.floating):
-      return None
-  return f"{called} [2, 3] gives {out}: it must be floating point, element by element"
+    reason = f"{called} raises {type(error).__name__}: {error}"
+    raise ValueError(reason) from error
+  is_array = isinstance(out, jax.ShapeDtypeStruct) and out.shape == x.shape
+  if not is_array or not jnp.issubdtype(out.dtype, jnp.floating):
+    raise ValueError(
+        f"{called} [2, 3] gives {out}: it must be floating point, element by element"
+    )
+  if any(isinstance(value, jax.core.Tracer) for value in traced.consts):
+    raise ValueError(
+        f"activation {activation!r} closes over a traced value, by which it would have"
+        " no derivative: multiply x by it, or apply the activation to the result"
+    )
 
 
 def layer_axes(rank: int, transposed: bool) -> tuple[Axes, Axes, Axes]:
@@ -291,19 +320,27 @@ def layer_axes(rank: int, transposed: bool) -> tuple[Axes, Axes, Axes]:
 
 
 def _by_xla(layer: Layer, transposed: bool, precision) -> jax.Array:
-  """What no kernel serves: in the dtype of the result, or float32 if that is wider."""
+  """What no kernel serves: in the dtype of the result, or float32 if that is wider.
+
+  Integers stay integers, where neither scale nor activation make something else of them.
+  """
   product, factors = layer.product, layer.factors
   if transposed:
     factors = [w.T for w in factors]
   if product.packed:
     factors = jnp.split(factors[0], 2, 1)
   out_dtype = jnp.dtype(product.out_dtype)
-  wide = jnp.promote_types(out_dtype, jnp.float32)
+  wide = out_dtype
+  exact = product.activation == NONE and float(product.alpha).is_integer()
+  if not (exact and jnp.issubdtype(out_dtype, jnp.integer)):
+    wide = at_least_float32(out_dtype)
   entering = []
   for i, w in enumerate(factors):
     z = jnp.matmul(layer.x, w, precision=precision, preferred_element_type=wide)
-    z = z * product.alpha
-    entering.append(z + layer.biases[i].astype(wide) if layer.biases else z)
+    z = times(product.alpha, z)
+    if layer.biases:
+      z += along_columns(layer.biases[i].astype(wide), z.shape)
+    entering.append(z)
   out = activations.apply(product.activation, entering[0])
   if product.gated:
     out = out * entering[1]

@@ -21,12 +21,15 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 import jax.numpy as jnp
 
 from jaxgemm import passes
-from jaxgemm.arguments import as_array, as_dtype
+from jaxgemm.arguments import as_array, as_dtype, at_least_float32
+from jaxgemm.checkpoint_policies import name_product
 from jaxgemm.contexts import Target, current_target
 from jaxgemm.layers import as_bias, columns, linear, scaled
+from pallas_kernels import compat
 from pallas_kernels import losses as kernel
 from pallas_kernels.problem import Config
 
@@ -65,6 +68,8 @@ def linear_cross_entropy(
     raise TypeError(
         f"{name}: labels have shape {labels.shape} and x {x.shape}: each row of x has one"
     )
+  if labels.dtype.itemsize < 4:  # Where n may not fit.
+    labels = lax.convert_element_type(labels, jnp.int32)
   n = columns(name, x, "w", w, transposed)
   axis = 0 if transposed else 1
   x, scale = scaled(name, x, scale)
@@ -95,11 +100,16 @@ def _filled_up(x: jax.Array, axis: int) -> jax.Array:
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _losses(run, facts: Facts, x, w, bias, labels):
   """The loss of each row of run(x, w, bias), the logits."""
-  log_sum, label, _ = losses_p.bind(run(x, w, bias), labels, facts=facts)
+  log_sum, label, _ = _of_logits(run, facts, x, w, bias, labels)
   return jnp.where(_counts(labels, facts), log_sum - label, 0.0)
 
 
-@_losses.defjvp
+def _of_logits(run, facts: Facts, x, w, bias, labels) -> list[jax.Array]:
+  """The results of losses_p, all of which vary over mesh axes as labels do, too."""
+  return losses_p.bind(*compat.vary_alike(run(x, w, bias), labels), facts=facts)
+
+
+@functools.partial(_losses.defjvp, symbolic_zeros=True)
 def _losses_jvp(run, facts: Facts, primals, tangents):
   """By the logits' slopes: the tangents of logits are never formed, nor cotangents.
 
@@ -109,17 +119,31 @@ def _losses_jvp(run, facts: Facts, primals, tangents):
   """
   x, w, bias, labels = primals
   of_x, of_w, of_bias, _ = tangents
-  log_sum, label, slopes = losses_p.bind(run(x, w, bias), labels, facts=facts)
+  found = _of_logits(run, facts, x, w, bias, labels)
+  # What a policy saves of these, the backward pass need not form again.
+  log_sum, label, slopes = (name_product(z, has_batch=False) for z in found)
   counts, wide = _counts(labels, facts), log_sum.dtype
 
   def dot(a, b):
     return jnp.sum(a.astype(wide) * b.astype(wide), -1)
 
-  tangent = dot(of_x, run.back(slopes, w)) + dot(x, run.back(slopes, of_w))
-  if bias is not None:
-    tangent += jnp.matmul(slopes, of_bias, preferred_element_type=wide)
+  tangent = jnp.zeros_like(log_sum)
+  if _moves(of_x):
+    tangent += dot(of_x, run.back(slopes, w))
+  if _moves(of_w):
+    tangent += dot(x, run.back(slopes, of_w))
+  if bias is not None and _moves(of_bias):
+    dtype = slopes.dtype if slopes.dtype == of_bias.dtype else wide
+    tangent += jnp.matmul(
+        slopes.astype(dtype), of_bias.astype(dtype), precision=run.precision,
+        preferred_element_type=wide,
+    )
   loss = jnp.where(counts, log_sum - label, 0.0)
   return loss, jnp.where(counts, tangent, 0.0)
+
+
+def _moves(tangent) -> bool:
+  return tangent is not None and not isinstance(tangent, SymbolicZero)
 
 
 def _counts(labels, facts: Facts):
@@ -134,16 +158,25 @@ class _Product:
   scale: float
   options: tuple[tuple[str, Any], ...]
 
+  @property
+  def precision(self):
+    return dict(self.options)["precision"]
+
   def __call__(self, x, w, bias):
-    return self._linear(x, w, bias, self.transposed)
+    return linear(
+        x, w, bias, transposed=self.transposed, scale=self.scale, **dict(self.options)
+    )
 
   def back(self, slopes, w):
-    """Slopes of the logits to those of x."""
-    return self._linear(slopes, w, None, not self.transposed)
+    """Slopes of the logits to those of x.
 
-  def _linear(self, x, w, bias, transposed: bool):
+    A kernel that is named for the logits need not serve these.
+    """
+    options = dict(self.options)
+    if options["implementation"] != "xla":
+      options |= {"implementation": None, "config": None}
     return linear(
-        x, w, bias, transposed=transposed, scale=self.scale, **dict(self.options)
+        slopes, w, transposed=not self.transposed, scale=self.scale, **options
     )
 
 
@@ -162,14 +195,15 @@ class Facts:
 
 
 def _by_xla(logits, labels, *, facts: Facts) -> list[jax.Array]:
-  wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+  wide = logits.astype(at_least_float32(logits.dtype))
   columns = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
   if logits.shape[-1] != facts.num_classes:
     wide = jnp.where(columns < facts.num_classes, wide, -jnp.inf)
   log_sum = jax.nn.logsumexp(wide, -1)
   at = jnp.clip(labels, 0, facts.num_classes - 1)[..., None]
   label = jnp.take_along_axis(wide, at, -1)[..., 0]
-  slopes = jnp.exp(wide - log_sum[..., None]) - (columns == labels[..., None])
+  is_label = (columns == labels[..., None]).astype(wide.dtype)
+  slopes = jnp.exp(wide - log_sum[..., None]) - is_label
   return [log_sum, label, slopes.astype(logits.dtype)]
 
 
@@ -192,7 +226,7 @@ def _by_kernel(logits, labels, *, facts: Facts) -> list[jax.Array]:
 
 def _abstract_eval(logits, labels, *, facts: Facts):
   del facts
-  wide = jnp.promote_types(logits.dtype, jnp.float32)
+  wide = at_least_float32(logits.dtype)
   row, _ = lax.reduce_sum_p.abstract_eval(
       logits.update(dtype=wide), axes=(logits.ndim - 1,), out_sharding=None
   )

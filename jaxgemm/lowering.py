@@ -72,7 +72,7 @@ def epilogue(product: Product, products, c, biases, known=()):
     if product.alpha != 1.0:
       out = lax.mul(out, jnp.full_like(out, product.alpha))
     if biases:
-      out = out + lax.convert_element_type(biases[i], out.dtype)
+      out += along_columns(lax.convert_element_type(biases[i], out.dtype), out.shape)
     entering.append(out)
   out_dtype = jnp.dtype(product.out_dtype)
   if product.slopes:
@@ -90,6 +90,12 @@ def epilogue(product: Product, products, c, biases, known=()):
   found = [out, *entering][: product.num_results]
   found = [lax.convert_element_type(x, out_dtype) for x in found]
   return found if product.is_fused else found[0]
+
+
+def along_columns(bias: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+  """The bias, of the last dimensions, in each row of an array of that shape."""
+  first = len(shape) - bias.ndim
+  return lax.broadcast_in_dim(bias, shape, range(first, len(shape)))
 
 
 def lax_out_sharding(product: Product) -> NamedSharding | None:

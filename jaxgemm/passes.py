@@ -38,14 +38,6 @@ def define(
   primitive = Primitive(name)
   primitive.multiple_results = True
 
-  @functools.lru_cache(maxsize=1024)
-  def jitted(facts):
-    return jax.jit(functools.partial(primitive.bind, facts=facts))
-
-  def impl(*operands, facts):
-    with jax.disable_jit(False):
-      return jitted(facts)(*operands)
-
   def lower(ctx, *operands, facts):
     """For every platform but CUDA."""
     if facts.target is not None and facts.target.emulate:
@@ -54,7 +46,9 @@ def define(
 
   def lower_kernel(ctx, *operands, facts):
     num_devices, _, _ = compat.lowering_mesh(ctx)
-    if num_devices > 1:  # XLA shards what it knows.
+    sizes = [size for aval in ctx.avals_in for size in aval.shape]
+    # XLA shards what it knows, and takes symbolic sizes (of jax.export).
+    if num_devices > 1 or not all(isinstance(size, int) for size in sizes):
       return mlir.lower_fun(by_xla, multiple_results=True)(ctx, *operands, facts=facts)
     # What runs on one device knows nothing of the mesh in its operands' types.
     local = ctx.replace(
@@ -71,7 +65,7 @@ def define(
     found = jax.vmap(functools.partial(by_xla, facts=facts), tuple(axes))(*operands)
     return found, [0] * len(found)
 
-  primitive.def_impl(impl)
+  compat.computes_by_lowering(primitive)
   primitive.def_abstract_eval(abstract_eval)
   mlir.register_lowering(primitive, lower)
   mlir.register_lowering(primitive, lower_kernel, platform="cuda")

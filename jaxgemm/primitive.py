@@ -53,17 +53,6 @@ def _bind(*operands, product: Product):
   return (linear_p if product.is_fused else gemm_p).bind(*operands, product=product)
 
 
-# Without it: "Evaluation rule for 'jaxgemm' not implemented", outside of jit.
-def _impl(*operands, product: Product):
-  with jax.disable_jit(False):  # Else it would call itself under disable_jit.
-    return _jitted(product)(*operands)
-
-
-@functools.lru_cache(maxsize=4096)
-def _jitted(product: Product):
-  return jax.jit(functools.partial(_bind, product=product))
-
-
 # Without it: "Abstract evaluation for 'jaxgemm' not implemented", under any tracer.
 def _abstract_eval(lhs, rhs, *c, product: Product):
   """The type that lax.dot_general gives, errors included; c must have it too."""
@@ -126,6 +115,9 @@ def _lower_xla(ctx, operands, product: Product, *, cuda: bool):
 def _lower_kernels(ctx, *operands, product: Product):
   """For CUDA (or emulated): the planned kernel, on each device's shards."""
   num_devices, mesh, is_manual = compat.lowering_mesh(ctx)
+  if not all(isinstance(size, int) for aval in ctx.avals_in for size in aval.shape):
+    # Symbolic sizes, of jax.export: no plan knows them.
+    return _lower_xla(ctx, operands, product, cuda=True)
   if num_devices == 1:
     if is_manual:
       product = product.replace(beside_collectives=True)
@@ -177,12 +169,24 @@ def _jvp(primals, tangents, *, product: Product):
   if type(rhs_dot) is not ad.Zero:
     terms.append(gemm_p.bind(lhs, rhs_dot, product=linear))
   if c_dot and type(c_dot[0]) is not ad.Zero:
-    terms.append(scaled(c_dot[0], product.beta, product.out_dtype))
+    c_dot = as_sharded(c_dot[0], result_type(jax.typeof(lhs), jax.typeof(rhs), product))
+    terms.append(scaled(c_dot, product.beta, product.out_dtype))
   # Named here and not where it is first bound: a name has no transpose, but what
   # policies choose to save has always been through this rule.
   out = gemm_p.bind(*primals, product=product)
-  out = name_product(out, has_batch=bool(product.dims.b))
+  out = name_product(out, has_batch=product.dims.has_batch)
   return out, functools.reduce(ad.add_jaxvals, terms)
+
+
+def as_sharded(x, aval):
+  """x with the sharding of `aval` over the explicit axes of a mesh, if it has one.
+
+  c may lie in another way than the result; its tangent may not.
+  """
+  sharding = explicit(aval.sharding)
+  if sharding is None or jax.typeof(x).sharding == sharding:
+    return x
+  return jax.sharding.reshard(x, sharding)
 
 
 def scaled(x, factor: float, dtype: str):
@@ -206,7 +210,7 @@ def _transpose(ct, lhs, rhs, *c, product: Product):
     if is_zero:
       grads[index] = ad.Zero(aval.to_ct_aval())
     elif index == 2:
-      grads[index] = scaled(ct, product.beta, aval.dtype.name)
+      grads[index] = as_sharded(scaled(ct, product.beta, aval.dtype.name), aval)
     else:
       grads[index] = gradient(ct, (rhs, lhs)[index], aval, index, product)
   return grads
@@ -370,7 +374,8 @@ def _transposed_names(names, perm):
 
 gemm_p.def_abstract_eval(_abstract_eval)
 for primitive in (gemm_p, linear_p):
-  primitive.def_impl(_impl)
+  # Without it: "Evaluation rule for 'jaxgemm' not implemented", outside of jit.
+  compat.computes_by_lowering(primitive)
   mlir.register_lowering(primitive, _lower)
   mlir.register_lowering(primitive, _lower_kernels, platform="cuda")
   # Else jit hides its devices from lowering rules, and nothing can be partitioned.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -21,10 +22,11 @@ import jax.numpy as jnp
 from jaxgemm import plan as plans
 from jaxgemm.api import matmul, named_kernel
 from jaxgemm.arguments import as_array, as_dtype, check_real
-from jaxgemm.contexts import current_target
+from jaxgemm.contexts import current_target, is_batch_invariant
 from jaxgemm.device import current_device
 from jaxgemm.launch import run
 from jaxgemm.lowering import emulated_product
+from jaxgemm.primitive import explicit
 from jaxgemm.quantisation import (
   FLOAT8,
   check_scale,
@@ -35,6 +37,7 @@ from jaxgemm.quantisation import (
   rounded,
 )
 from jaxgemm.recording import record_plan
+from pallas_kernels import compat
 from pallas_kernels.problem import OUT_DTYPES, SCALE_BLOCK, Config, Epilogue, Problem
 
 _ALGORITHMS = {
@@ -54,6 +57,7 @@ class _Options:
   cotangent_dtype: str | None
   implementation: str | None
   config: Config | None
+  batch_invariant: bool
 
 
 def scaled_matmul(
@@ -81,7 +85,7 @@ def scaled_matmul(
     cotangent_dtype: None, or "float8_e5m2" for gradients that are products of 8-bit
       operands, too: the cotangent is quantised by rows, columns or blocks of 128.
     implementation, config: as for jaxgemm.matmul; "persistent" is the kernel.
-  Returns: [*batch, m, n].
+  Returns: [*batch, m, n]. It has gradients of the first order in reverse mode alone.
   Raises:
     TypeError: k or the batches differ; the message names both shapes.
     ValueError: a dtype or scale is none of these, or the named kernel cannot serve.
@@ -131,8 +135,10 @@ def scaled_matmul(
           f" k={x.shape[k_axis]} cannot be taken out of the sum"
       )
     scales.append(scale)
-  options = _Options(*dtypes, named_kernel(implementation, config), config)
-  return _scaled_matmul(lhs, rhs, *scales, options)
+  options = _Options(
+      *dtypes, named_kernel(implementation, config), config, is_batch_invariant()
+  )
+  return _scaled_matmul(*compat.vary_alike(lhs, rhs, *scales), options)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -153,13 +159,12 @@ def _forward(lhs, rhs, lhs_scale, rhs_scale, options: _Options):
 
 def _backward(options: _Options, saved, ct):
   lhs, rhs, lhs_scale, rhs_scale, *tokens = saved
-  batch_of_rhs = rhs.ndim - 2
   if options.cotangent_dtype is None:
     lhs_ct = matmul(
         ct, _transposed(dequantise(rhs, rhs_scale, ct.dtype)),
-        preferred_element_type=jnp.float32,
+        preferred_element_type=jnp.float32, out_sharding=_explicit(lhs),
     )
-    rhs_ct = _summed_matmul(dequantise(lhs, lhs_scale, ct.dtype), ct, batch_of_rhs)
+    rhs_ct = _summed_matmul(dequantise(lhs, lhs_scale, ct.dtype), ct, rhs)
   else:
     lhs_ct, rhs_ct = _narrow_gradients(options, lhs, rhs, lhs_scale, rhs_scale, ct)
   grads = []
@@ -175,11 +180,19 @@ def _backward(options: _Options, saved, ct):
 _scaled_matmul.defvjp(_forward, _backward)
 
 
-def _summed_matmul(lhs, ct, batch_of_rhs: int):
-  """lhs^T ct, summed over the batch where rhs has none."""
-  if not batch_of_rhs:
-    lhs, ct = (x.reshape(-1, x.shape[-1]) for x in (lhs, ct))
-  return matmul(_transposed(lhs), ct, preferred_element_type=jnp.float32)
+def _summed_matmul(lhs, ct, rhs):
+  """lhs^T ct, the gradient of rhs: summed over the batch where that has none."""
+  if rhs.ndim == 2:
+    lhs, ct = map(_as_matrix, (lhs, ct))
+  return matmul(
+      _transposed(lhs), ct, preferred_element_type=jnp.float32,
+      out_sharding=_explicit(rhs),
+  )
+
+
+def _explicit(x: jax.Array):
+  """The sharding of x, and of its gradient, over explicit axes of a mesh; or None."""
+  return explicit(jax.typeof(x).sharding)
 
 
 def _narrow_gradients(options: _Options, lhs, rhs, lhs_scale, rhs_scale, ct):
@@ -197,9 +210,7 @@ def _narrow_gradients(options: _Options, lhs, rhs, lhs_scale, rhs_scale, ct):
         lhs_scale, (*lhs.shape[:-2], *lhs_scale.shape[-2:])
     )
     lhs_scale = _per_row(lhs_scale, lhs.shape[-2])
-    lhs, ct, lhs_scale = (
-        x.reshape(-1, x.shape[-1]) for x in (lhs, ct, lhs_scale)
-    )
+    lhs, ct, lhs_scale = map(_as_matrix, (lhs, ct, lhs_scale))
   one = jnp.ones((1,) * lhs.ndim, jnp.float32)
   if lhs_scale.shape[-1] == 1 and rhs_scale.shape[-2] == 1:
     by_rows, rows = quantise(ct * expand(rhs_scale, ct.shape), narrow, block=(1, -1))
@@ -213,6 +224,11 @@ def _narrow_gradients(options: _Options, lhs, rhs, lhs_scale, rhs_scale, ct):
   anew, anew_scale = quantise(
       _transposed(dequantise(lhs, lhs_scale)), lhs.dtype, block=(1, SCALE_BLOCK)
   )
+  if rhs_scale.shape[-1] not in (1, num_blocks(rhs.shape[-1])):
+    # One of each column, along which this product sums: by blocks, too.
+    rhs, rhs_scale = quantise(
+        dequantise(rhs, rhs_scale), rhs.dtype, block=(SCALE_BLOCK, SCALE_BLOCK)
+    )
   other, other_scale = _transposed(rhs), _transposed(rhs_scale)
   if other_scale.shape[-2] == 1 and other.shape[-2] > SCALE_BLOCK:
     other_scale = jnp.repeat(other_scale, num_blocks(other.shape[-2]), axis=-2)
@@ -231,14 +247,13 @@ def _multiply(lhs, rhs, lhs_scale, rhs_scale, options: _Options) -> jax.Array:
   n = rhs.shape[-1]
   rows = _per_row(jnp.broadcast_to(lhs_scale, (*batch, *lhs_scale.shape[-2:])), m)
   if rhs.ndim == 2:  # One rhs for all: the batch joins the rows.
-    lhs, rhs = lhs.reshape(1, -1, k), rhs[None]
-    rows, cols = rows.reshape(1, -1, rows.shape[-1]), rhs_scale.reshape(
-        1, *rhs_scale.shape[-2:]
+    lhs, rhs, rows, cols = (
+        _as_matrix(x)[None] for x in (lhs, rhs, rows, rhs_scale)
     )
   else:
     cols = jnp.broadcast_to(rhs_scale, (*batch, *rhs_scale.shape[-2:]))
     lhs, rhs, rows, cols = (
-        x.reshape(-1, *x.shape[-2:]) for x in (lhs, rhs, rows, cols)
+        x.reshape(math.prod(batch), *x.shape[-2:]) for x in (lhs, rhs, rows, cols)
     )
   k_blocks = max(rows.shape[-1], cols.shape[-2])
   if k_blocks == 1:
@@ -253,6 +268,11 @@ def _multiply(lhs, rhs, lhs_scale, rhs_scale, options: _Options) -> jax.Array:
     scaling = "blocks"
   out = _product(scaling, options)(lhs, rhs, rows, cols)
   return out.reshape(*batch, m, n)
+
+
+def _as_matrix(x: jax.Array) -> jax.Array:
+  """x with all dimensions but the last as one."""
+  return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _per_row(scale: jax.Array, m: int) -> jax.Array:
@@ -276,8 +296,9 @@ def _product(scaling: str, options: _Options) -> Any:
         x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
         for x, is_batched in zip(operands, batched, strict=True)
     ]
-    out = product(*(x.reshape(-1, *x.shape[2:]) for x in folded))
-    return out.reshape(size, -1, *out.shape[1:]), True
+    batch = folded[0].shape[1]
+    out = product(*(x.reshape(size * batch, *x.shape[2:]) for x in folded))
+    return out.reshape(size, batch, *out.shape[1:]), True
 
   return product
 
@@ -286,11 +307,14 @@ def _planned(lhs, rhs, rows, cols, scaling: str, options: _Options) -> jax.Array
   (batch, m, k), n = lhs.shape, rhs.shape[-1]
   out_of_range = scaling == "blocks" and cols.shape[2] != num_blocks(n)
   xla = functools.partial(_by_xla, scaling=scaling, out_dtype=options.out_dtype)
-  if out_of_range and options.implementation in (None, "xla"):
+  wanted = f"implementation {options.implementation!r}"
+  if options.batch_invariant:
+    wanted = "batch_invariant: no kernel"
+  elif out_of_range and options.implementation in (None, "xla"):
     return xla(lhs, rhs, rows, cols)
   if out_of_range:
     raise ValueError(
-        f"implementation {options.implementation!r} cannot serve: rhs_scale has blocks"
+        f"{wanted} cannot serve: rhs_scale has blocks"
         f" of k, and {cols.shape[2]} columns where the kernel wants one for every"
         f" {SCALE_BLOCK}"
     )
@@ -302,7 +326,8 @@ def _planned(lhs, rhs, rows, cols, scaling: str, options: _Options) -> jax.Array
   target = current_target()
   device = current_device() if target is None else target.device
   plan = plans.make_plan(
-      problem, device, implementation=options.implementation, config=options.config
+      problem, device, implementation=options.implementation, config=options.config,
+      batch_invariant=options.batch_invariant,
   )
   record_plan(plan)
   if plan.kernel == "xla":

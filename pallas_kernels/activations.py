@@ -11,7 +11,8 @@
 
 A callable takes its place in the table's: of float32 to float32, element by element,
 and of operations that a kernel has (those of jax.numpy and lax that compute one element
-from one).
+from one). Functions that it calls, with derivatives of their own or not, are looked into,
+and some operations that Mosaic lacks are formed of others: see `_in_kernel`.
 
 gelu is formed as x * sigmoid(2 * ...), which is the same and needs no tanh; gelu_exact
 of a polynomial, as registers have no erf.
@@ -33,12 +34,14 @@ import math
 import jax
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.core import ClosedJaxpr, Literal
 import jax.numpy as jnp
 
 from pallas_kernels import compat
 from pallas_kernels.problem import NONE, Activation
 
 _Function = Callable[[jax.Array], jax.Array]
+_CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")
 
 # erfc(z) = exp(-z**2) * t * P(t) with t = 1 / (1 + z / 2), for z >= 0: P by its
 # coefficients, least squares weighted anew until no relative error exceeds 4.3e-8.
@@ -164,14 +167,82 @@ def in_registers(
 
 def apply(activation: Activation, x: jax.Array, by: Arithmetic = ARRAYS) -> jax.Array:
   """The activation of x, float32."""
-  return activation(x) if callable(activation) else _FUNCTIONS[activation](x, by)
+  if callable(activation):
+    return activation(x) if by is ARRAYS else _in_kernel(activation, x)
+  return _FUNCTIONS[activation](x, by)
 
 
 def slope(activation: Activation, x: jax.Array, by: Arithmetic = ARRAYS) -> jax.Array:
   """The derivative of the activation at x, float32."""
   if callable(activation):
-    return jax.jvp(activation, (x,), (jnp.ones_like(x),))[1]
+    derivative = lambda x: jax.jvp(activation, (x,), (jnp.ones_like(x),))[1]
+    return derivative(x) if by is ARRAYS else _in_kernel(derivative, x)
   return _SLOPES[activation](x, by)
+
+
+def _in_kernel(function: _Function, x: jax.Array) -> jax.Array:
+  """function(x), by its operations one by one.
+
+  Mosaic lowers neither calls of functions that have derivatives of their own (relu of
+  jax.nn) nor the sum with which JAX adds up tangents, nor the others of `_REPLACED`.
+  """
+  traced = jax.make_jaxpr(function)(jax.ShapeDtypeStruct(x.shape, x.dtype))
+  (out,) = _evaluated(traced, x)
+  return out
+
+
+def _log1p(x, **_):
+  """Twice the series of atanh(x / (2 + x)), where log(1 + x) would lose bits."""
+  z = x / (2.0 + x)
+  total = jnp.full_like(z, 1.0 / 11.0)
+  for odd in (9, 7, 5, 3, 1):
+    total = total * (z * z) + 1.0 / odd
+  return jnp.where(jnp.abs(x) < 0.5, 2.0 * z * total, jnp.log(1.0 + x))
+
+
+def _erfc(x, **_):
+  return 2.0 * REGISTERS.cdf(-x * math.sqrt(2.0))
+
+
+def _integer_pow(x, *, y: int):
+  if y > 1:
+    return lax.integer_pow(x, y)
+  return 1.0 / _integer_pow(x, y=-y) if y < 0 else x if y else jnp.ones_like(x)
+
+
+# What Mosaic does not lower, by what it does.
+_REPLACED: dict[str, Callable[..., jax.Array]] = {
+    "add_any": lax.add,
+    "copy": lambda x: x,
+    "log1p": _log1p,
+    "expm1": lambda x, **_: jnp.tanh(0.5 * x) * (jnp.exp(x) + 1.0),
+    "erfc": _erfc,
+    "erf": lambda x, **_: 1.0 - _erfc(x),
+    "integer_pow": _integer_pow,
+    "sign": lambda x: jnp.where(x > 0.0, 1.0, jnp.where(x < 0.0, -1.0, x)),
+}
+
+
+def _evaluated(traced: ClosedJaxpr, *args) -> list[jax.Array]:
+  jaxpr, values = traced.jaxpr, {}
+  values |= zip(jaxpr.constvars, traced.consts, strict=True)
+  values |= zip(jaxpr.invars, args, strict=True)
+
+  def value(variable):
+    return variable.val if isinstance(variable, Literal) else values[variable]
+
+  for equation in jaxpr.eqns:
+    inputs = map(value, equation.invars)
+    inner = [p for p in equation.params.values() if isinstance(p, ClosedJaxpr)]
+    if len(inner) == 1 and equation.primitive.name in _CALLS:
+      found = _evaluated(inner[0], *inputs)
+    elif equation.primitive.name in _REPLACED:
+      found = [_REPLACED[equation.primitive.name](*inputs, **equation.params)]
+    else:
+      found = equation.primitive.bind(*inputs, **equation.params)
+      found = found if equation.primitive.multiple_results else [found]
+    values |= zip(equation.outvars, found, strict=True)
+  return list(map(value, jaxpr.outvars))
 
 
 def slopes(

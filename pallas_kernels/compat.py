@@ -6,6 +6,7 @@ Every import of `jax._src` is here, so that a new JAX version is one file's work
 from __future__ import annotations
 
 from collections.abc import Callable
+import functools
 import os
 import threading
 from typing import Any
@@ -79,6 +80,14 @@ def by_instruction(x, name: str):
 def requires_devices(primitive) -> None:
   """Makes lowering rules of `primitive` see the devices that jit runs on."""
   _dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+
+def computes_by_lowering(primitive) -> None:
+  """Makes `primitive` compute outside of jit what it lowers to, as JAX's own do.
+
+  Under jax_disable_jit, too; and jax_debug_nans looks at its results.
+  """
+  primitive.def_impl(functools.partial(_dispatch.apply_primitive, primitive))
 
 
 def vary_alike(*operands):

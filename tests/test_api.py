@@ -397,3 +397,93 @@ def test_gemm_reads_no_c_where_beta_is_0(rng):
   a = normal(rng, 4, 4)
   result = jaxgemm.gemm(a, a, jnp.full((4, 4), jnp.nan))
   assert np.all(np.isfinite(result))
+
+
+def test_integers_are_exact():
+  """Where every factor is an integer; no float32 lies between."""
+  big, one = jnp.full((1, 1), 2**24 + 1, jnp.int32), jnp.ones((1, 1), jnp.int32)
+  for found, times in (
+      (jaxgemm.gemm(big, one), 1), (jaxgemm.gemm(big, one, alpha=-3), -3),
+      (jaxgemm.gemm(one, one, big, alpha=0, beta=1), 1), (jaxgemm.linear(big, one), 1),
+      (jaxgemm.linear(big, one, scale=2), 2),
+      (jaxgemm.linear(one, one, bias=big[0] - 1), 1),
+  ):
+    assert found.dtype == jnp.int32 and int(found[0, 0]) == times * (2**24 + 1)
+
+
+@pytest.mark.parametrize("scale", [0.5, jnp.float32(0.5)], ids=["number", "array"])
+def test_a_scale_of_integers_is_not_cut_off(scale):
+  x, w = jnp.asarray([[3, 5]]), jnp.ones((2, 1))
+  np.testing.assert_array_equal(jaxgemm.linear(x, w, scale=scale), [[4.0]])
+
+
+def test_strict_promotion_of_ranks_and_dtypes():
+  """What is added to rows, and what is promoted, is ours to say."""
+  x, w, b = jnp.ones((2, 70)), jnp.ones((70, 70)), jnp.ones(70)
+  labels = jnp.zeros(2, jnp.int32)
+  layer = lambda x, w, b: jaxgemm.linear(x, w, b, activation="gelu").sum()
+  loss = lambda x, w, b: jaxgemm.linear_cross_entropy(x, w, labels, b).sum()
+  for dtype in ("float32", "bfloat16"):
+    operands = [z.astype(dtype) for z in (x, w, b)]
+    for run in (layer, loss):
+      wanted = jax.grad(run, (0, 1, 2))(*operands)
+      with jax.numpy_rank_promotion("raise"):
+        jax.grad(layer, (0, 1, 2))(*operands)
+      with jax.numpy_dtype_promotion("strict"):
+        found = jax.grad(run, (0, 1, 2))(*operands)
+      jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+def test_debug_nans_sees_the_product():
+  with jax.debug_nans(True):
+    with pytest.raises(FloatingPointError):
+      jaxgemm.matmul(jnp.full((2, 2), jnp.nan), jnp.ones((2, 2)))
+    with pytest.raises(FloatingPointError):
+      jaxgemm.linear(jnp.full((2, 2), jnp.nan), jnp.ones((2, 2)), activation="relu")
+
+
+_SYMBOLIC = {
+    "matmul": (jaxgemm.matmul, "b,8", "8,16"),
+    "gemm": (lambda a, b, c: jaxgemm.gemm(a, b, c, beta=1), "b,8", "8,16", "b,16"),
+    "transposed batch": (
+        lambda a, b: jaxgemm.einsum("bkh,ckd->bhcd", a, b), "b,32,s", "512,32,16"),
+    "vmap": (jax.vmap(jaxgemm.matmul, (None, 0)), "b,32", "4,32,16"),
+    "linear": (
+        lambda x, w, r: jaxgemm.linear(x, w, activation="silu", residual=r),
+        "b,s,8", "8,16", "b,s,16"),
+    "mlp": (
+        lambda x, w, v, r: jaxgemm.mlp(x, w, v, residual=r), "b,8", "8,16", "16,8",
+        "b,8"),
+    "gradient": (
+        jax.grad(lambda x, w, v: jnp.sum(jaxgemm.gated_linear(x, w, v) ** 2), (0, 1)),
+        "b,8", "8,16", "8,16"),
+    "loss": (
+        jax.grad(lambda x, w: jaxgemm.linear_cross_entropy(
+            x, w, jnp.zeros(x.shape[:-1], jnp.int32)).sum(), (0, 1)), "b,8", "8,100"),
+}
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", _SYMBOLIC)
+def test_symbolic_shapes_are_exported(name, platform, rng):
+  """Their products are XLA's: no plan knows the sizes."""
+  run, *shapes = _SYMBOLIC[name]
+  scope = jax.export.SymbolicScope()
+  args = [
+      jax.ShapeDtypeStruct(jax.export.symbolic_shape(shape, scope=scope), "float32")
+      for shape in shapes
+  ]
+  with jaxgemm.target("NVIDIA H200"):
+    exported = jax.export.export(jax.jit(run), platforms=[platform])(*args)
+  if platform == "cuda":
+    assert "mosaic_gpu" not in exported.mlir_module()
+    return
+  sizes = {"b": 6, "s": 5}
+  values = [
+      normal(rng, *(sizes.get(one) or int(one) for one in shape.split(",")))
+      for shape in shapes
+  ]
+  found, wanted = exported.call(*values), run(*values)
+  jax.tree.map(
+      lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4), found, wanted
+  )

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import jaxgemm
-from jaxgemm import reference
+from jaxgemm import einsums, reference
+from pallas_kernels.problem import BlockedConfig
 from tests.product_cases import count_primitives, cuda_kernels, normal
 
 CASES = {
@@ -48,3 +49,9 @@ def test_runs_our_kernels():
   q = k = jax.ShapeDtypeStruct((4, 256, 8, 64), jnp.bfloat16)
   scores = lambda q, k: jaxgemm.einsum("bqhd,bkhd->bhqk", q, k)
   assert not cuda_kernels(scores, q, k)["xla"]
+
+
+def test_the_same_call_compiles_once():
+  """jnp.einsum's jit takes the function of its products as static."""
+  first, second = (einsums._product("blocked", BlockedConfig()) for _ in range(2))
+  assert first is second

@@ -17,7 +17,7 @@ from jaxgemm import reference
 from pallas_kernels import compat
 from pallas_kernels import losses as kernel
 from pallas_kernels.losses import Losses
-from tests.product_cases import cuda_kernels, normal
+from tests.product_cases import cuda_kernels, equations, normal
 
 BATCH, K, N = (3, 10), 48, 131  # N is no multiple of 64: five columns do not count.
 
@@ -207,3 +207,90 @@ def test_vmap_and_shards(rng):
   x = jax.device_put(values["x"][:2], NamedSharding(mesh, P("d")))
   out = jax.jit(lambda x: losses(values | {"x": x}, labels[:2]))(x)
   np.testing.assert_allclose(out, losses(values, labels)[:2], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "n"), [("uint8", 256), ("int8", 300), ("int16", 50257), ("uint16", 65536)]
+)
+def test_labels_of_few_bits(dtype, n, rng):
+  """They need not hold the number of classes."""
+  x, w = normal(rng, 4, 8), normal(rng, 8, n)
+  labels = jnp.asarray([0, 1, 100, 127], dtype)
+  run = lambda x, labels: jaxgemm.linear_cross_entropy(x, w, labels).sum()
+  wanted = jax.value_and_grad(run)(x, labels.astype(jnp.int32))
+  for found, want in zip(jax.value_and_grad(run)(x, labels), wanted, strict=True):
+    np.testing.assert_array_equal(found, want)
+  assert np.abs(wanted[1]).min() > 0
+
+
+def test_labels_that_vary_over_a_mesh_alone(rng):
+  """Each device has labels of its own for the same rows of logits."""
+  mesh = Mesh(np.array(jax.devices("cpu")[:4]), ("i",))
+  x, w = normal(rng, 2, 6), normal(rng, 6, 9)
+  labels, ct = jnp.arange(8) % 9, normal(rng, 8)
+
+  def shared(x, w):
+    losses = jax.shard_map(
+        jaxgemm.linear_cross_entropy, mesh=mesh, in_specs=(P(), P(), P("i")),
+        out_specs=P("i"),
+    )
+    return jnp.sum(ct * losses(x, w, labels))
+
+  def wanted(x, w):
+    logits = jnp.tile(x @ w, (4, 1))
+    labelled = jnp.take_along_axis(logits, labels[:, None], 1)[:, 0]
+    return jnp.sum(ct * (jax.nn.logsumexp(logits, -1) - labelled))
+
+  for found, want in zip(
+      jax.grad(shared, (0, 1))(x, w), jax.grad(wanted, (0, 1))(x, w), strict=True
+  ):
+    np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("argnums", [0, 1, 2])
+def test_a_gradient_forms_what_it_needs(argnums, rng):
+  """The logits, and one product by their slopes."""
+  x, w, bias = normal(rng, 4, 8), normal(rng, 8, 70), normal(rng, 70)
+  run = lambda *x: jaxgemm.linear_cross_entropy(*x[:2], jnp.arange(4), x[2]).sum()
+  traced = jax.make_jaxpr(jax.grad(run, argnums))(x, w, bias)
+  names = [eqn.primitive.name for eqn in equations(traced.jaxpr)]
+  assert sum(name.startswith("jaxgemm_linear") for name in names) == 1
+  of_x, of_w = int(argnums == 0), int(argnums == 1)
+  assert names.count("jaxgemm") == of_x + of_w
+  assert names.count("dot_general") == (argnums == 2)
+
+
+def test_a_kernel_named_for_the_logits_need_not_serve_gradients(rng):
+  x, w = jnp.ones((2, 512), "bfloat16"), jnp.ones((512, 1024), "bfloat16")
+  run = lambda x, w: jaxgemm.linear_cross_entropy(
+      x, w, jnp.arange(2), implementation="gemv"
+  ).sum()
+  with jaxgemm.target("NVIDIA H200"):
+    text = cuda_kernels(jax.grad(run, (0, 1)), x, w)
+  assert "gemv" in str(text)
+
+
+def test_checkpoint_saves_the_slopes(rng):
+  values, labels = operands(rng)
+
+  def count(policy) -> int:
+    run = jax.checkpoint(lambda v: losses(v, labels).sum(), policy=policy)
+    traced = jax.make_jaxpr(jax.grad(run))(values).jaxpr
+    return sum(
+        eqn.primitive.name == "jaxgemm_linear" for eqn in equations(traced)
+    )
+
+  assert count(jaxgemm.checkpoint_policies.products_saveable) == 1
+  assert count(jax.checkpoint_policies.nothing_saveable) == 2
+
+
+def test_rows_whose_logits_are_all_masked():
+  facts = Losses(64, 64, 60, "bfloat16")
+  logits = jnp.full((64, 64), -2e38, "bfloat16").at[:, 3].set(-1e38)
+  labels = jnp.full(64, 3, jnp.int32)
+  log_sum, label, slopes = compat.run_interpreted(
+      lambda params: kernel.launch(logits, labels, facts, interpret=params)
+  )
+  np.testing.assert_array_equal(log_sum, logits[:, 3].astype(jnp.float32))
+  np.testing.assert_array_equal(label, log_sum)
+  assert not np.asarray(slopes[:, :60]).any()

@@ -216,3 +216,9 @@ def test_what_no_kernel_serves(rng):
   out = together(mixed, precision="highest")
   assert out.dtype == jnp.float32
   np.testing.assert_allclose(out, unfused(values), 5e-2, 5e-2)
+
+
+def test_an_odd_packed_weight_is_refused():
+  x, down = jnp.ones((2, 6)), jnp.ones((2, 6))
+  with pytest.raises(TypeError, match="gated_mlp: w_gate .*dimension 1 holds two"):
+    jaxgemm.gated_mlp(x, jnp.ones((6, 5)), None, down)

@@ -195,6 +195,14 @@ def test_checkpoint_policies(implementation, policy, weights, scores, rng):
   assert count_primitives(ours, x, w)[name] == backward + weights + scores
 
 
+def test_a_shared_operand_is_no_batch(rng):
+  """As lax.dot_general's dimension numbers have it, of which jax's policy speaks."""
+  a, b = normal(rng, 4, 5), normal(rng, 3, 5, 6)
+  ours = jax.grad(jax.checkpoint(
+      lambda a, b: jnp.sum(jnp.sin(jaxgemm.matmul(a, b))), policy=_NO_BATCH), (0, 1))
+  assert count_primitives(ours, a, b)["jaxgemm"] == 3
+
+
 # -- Which kernel runs -------------------------------------------------------------
 
 

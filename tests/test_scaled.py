@@ -257,3 +257,78 @@ def test_matmul_of_float8_and_its_gradients(rng):
   with pytest.raises(ValueError, match="precision"):
     jaxgemm.matmul(x, w, precision="highest", implementation="persistent",
                    preferred_element_type=jnp.float32)
+
+
+@pytest.mark.parametrize("cotangent_dtype", [None, E5M2])
+@pytest.mark.parametrize(
+    "blocks",
+    [((1, 128), (-1, 1)), ((128, 128), (128, 1)), ((-1, -1), (128, 1)),
+     ((1, -1), (128, 128)), ((128, 128), (-1, -1))],
+    ids=str,
+)
+def test_gradients_of_mixed_scales(blocks, cotangent_dtype, rng):
+  """A scale of each column of rhs lies along what its gradient's product sums."""
+  x, w, ct = normal(rng, 130, 140), normal(rng, 140, 130), normal(rng, 130, 130)
+  (_, x_scale), (_, w_scale) = map(quantised, (x, w), blocks)
+
+  def loss(x, w):
+    out = jaxgemm.scaled_matmul(
+        x, w, x_scale, w_scale, preferred_element_type=jnp.float32,
+        cotangent_dtype=cotangent_dtype,
+    )
+    return jnp.sum(out * ct)
+
+  for found, wanted in zip(
+      jax.grad(loss, (0, 1))(x, w), (ct @ w.T, x.T @ ct), strict=True
+  ):
+    assert reference.relative_error(found, wanted) < 0.08
+
+
+@pytest.mark.parametrize("cotangent_dtype", [None, E5M2])
+@pytest.mark.parametrize("m, n, k", [(2, 3, 0), (0, 3, 4), (2, 0, 4)])
+def test_empty_products(m, n, k, cotangent_dtype):
+  x, w = jnp.ones((m, k)), jnp.ones((k, n))
+  run = lambda x, w: jaxgemm.scaled_matmul(
+      x, w, preferred_element_type=jnp.float32, cotangent_dtype=cotangent_dtype
+  )
+  np.testing.assert_array_equal(run(x, w), np.zeros((m, n)))
+  grads = jax.grad(lambda *x: run(*x).sum(), (0, 1))(x, w)
+  for found, operand in zip(grads, (x, w), strict=True):
+    np.testing.assert_array_equal(found, np.zeros(operand.shape))
+
+
+def test_data_parallel_gradients(rng):
+  """Of shards, and of operands that lie so on a mesh with explicit axes."""
+  devices = np.array(jax.devices("cpu")[:4])
+  x, w = normal(rng, 8, 128), normal(rng, 128, 16)
+
+  def loss(x, w):
+    out = jaxgemm.scaled_matmul(x, w, preferred_element_type=jnp.float32)
+    return jnp.sum(out**2)
+
+  wanted = jax.grad(loss, (0, 1))(x, w)
+  mesh = jax.sharding.Mesh(devices, ("i",))
+  rows, whole = jax.sharding.PartitionSpec("i"), jax.sharding.PartitionSpec()
+  shared = jax.shard_map(
+      lambda x, w: jax.lax.psum(loss(x, w), "i"), mesh=mesh, in_specs=(rows, whole),
+      out_specs=whole,
+  )
+  explicit = jax.sharding.Mesh(
+      devices, ("i",), axis_types=(jax.sharding.AxisType.Explicit,)
+  )
+  with jax.set_mesh(explicit):
+    lying = jax.grad(loss, (0, 1))(jax.reshard(x, rows), jax.reshard(w, whole))
+  for found in (jax.grad(shared, (0, 1))(x, w), lying):
+    for one, want in zip(found, wanted, strict=True):
+      np.testing.assert_allclose(one, want, rtol=1e-4, atol=1e-3)
+
+
+def test_batch_invariance_is_kept():
+  x, w = jnp.ones((4, 128)), jnp.ones((128, 8))
+  with jaxgemm.batch_invariant():
+    with pytest.raises(ValueError, match="batch_invariant: no kernel serves"):
+      jaxgemm.scaled_matmul(x, w)
+    with jaxgemm.target("NVIDIA H200"):
+      run = jax.jit(jaxgemm.scaled_matmul)
+      text = jax.export.export(run, platforms=["cuda"])(x, w).mlir_module()
+  assert "jaxgemm_persistent" in text

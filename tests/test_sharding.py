@@ -422,3 +422,25 @@ def test_gpu_kernels_run_on_shards(specs, rng):
     assert "mosaic_gpu" in text and "all-gather" not in text
   result = jax.jit(jaxgemm.matmul)(a, b)
   assert reference.relative_error(result, reference.matmul(a, b)) < 5e-3
+
+
+@pytest.mark.parametrize("of_c", [P(), P("x"), P("x", "y")], ids=str)
+@pytest.mark.parametrize(
+    "run",
+    [lambda x, w, c: jaxgemm.gemm(x, w, c, beta=2.0),
+     lambda x, w, c: jaxgemm.linear(x, w, residual=c, activation="gelu"),
+     lambda x, w, c: jaxgemm.mlp(x, w, w, residual=c)],
+    ids=["gemm", "linear", "mlp"],
+)
+def test_c_may_lie_in_another_way_than_the_result(run, of_c, rng):
+  mesh = _mesh(AxisType.Explicit)
+  values = [normal(rng, *shape) for shape in ((8, 8), (8, 8), (8, 8))]
+  loss = lambda *x: jnp.sum(jnp.sin(run(*x)))
+  wanted = jax.grad(loss, (0, 1, 2))(*values)
+  with jax.set_mesh(mesh):
+    specs = (P("x"), P(), of_c)
+    operands = [jax.reshard(x, spec) for x, spec in zip(values, specs, strict=True)]
+    found = jax.grad(loss, (0, 1, 2))(*operands)
+    for one, operand, want in zip(found, operands, wanted, strict=True):
+      assert jax.typeof(one) == jax.typeof(operand)
+      np.testing.assert_allclose(one, want, rtol=1e-4, atol=1e-5)
