@@ -19,7 +19,7 @@ from types import ModuleType
 CASES_OF = {
     "blocked": ("blocked",), "cotangents": ("cotangents",), "direct": ("direct",),
     "exchange": ("exchange", "exchange_again"), "lhs_registers": ("split_lhs",),
-    "pipelined": ("pipelined",),
+    "losses": ("losses", "losses_of_long_rows"), "pipelined": ("pipelined",),
 }
 REACHED = "_mutant_reached"
 _BOUND = 8e-3  # Relative to float64; what is wrong is far from it.
@@ -118,7 +118,9 @@ def cases() -> dict:
       "x3": ("persistent", change(wide, algorithm="bf16_x3"), change(small, promote=0)),
   }
   return {name: _product(*case) for name, case in listed.items()} | {
-      "cotangents": _cotangents
+      "cotangents": _cotangents,
+      "losses": lambda: _losses(3, 8256, 8200),
+      "losses_of_long_rows": lambda: _losses(2, 61440, 61400),
   }
 
 
@@ -179,6 +181,29 @@ def _cotangents():
     wide = [x.astype("float64") for x in operands]
     truth = kernel.derivatives(facts, wide[:-1], wide[-1])
     return [*found, *sums], [*truth, *(x.sum(0) for x in truth)]
+
+
+def _losses(rows: int, cols: int, num_classes: int):
+  import jax
+  import jax.numpy as jnp
+  import numpy as np
+
+  from pallas_kernels import compat
+  from pallas_kernels import losses as kernel
+
+  facts = kernel.Losses(rows, cols, num_classes, "bfloat16")
+  rng = np.random.default_rng(0)
+  logits = jnp.asarray(4 * rng.standard_normal((rows, cols)), facts.dtype)
+  labels = jnp.asarray(rng.integers(0, num_classes, rows), jnp.int32)
+  found = compat.run_interpreted(
+      lambda params: kernel.launch(logits, labels, facts, interpret=params)
+  )
+  with jax.enable_x64(True):
+    wide = logits.astype("float64").at[:, num_classes:].set(-np.inf)
+    log_sum = jax.nn.logsumexp(wide, 1)
+    slopes = jnp.exp(wide - log_sum[:, None])
+    slopes = slopes.at[jnp.arange(rows), labels].add(-1.0)
+    return found, [log_sum, wide[jnp.arange(rows), labels], slopes]
 
 
 def run(module: str | None) -> dict:
