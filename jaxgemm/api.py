@@ -55,7 +55,8 @@ def matmul(
     a: [*batch, m, k], or [k].
     b: [*batch, k, n], or [k]. The batches broadcast; mixed dtypes promote.
     precision: as for jnp.matmul; `jaxgemm.precision` says what each one computes.
-    preferred_element_type: dtype of the result. Sums are float32 in any case.
+    preferred_element_type: dtype of the result. Sums of floating-point operands of up to
+      32 bits are float32 in any case.
     out_sharding: sharding of the result on a mesh with explicit axes.
     implementation: None (the plan chooses), "blocked", "direct", "pipelined",
       "persistent", "split_k", "gemv", "triton" or "xla". A kernel that is named must
@@ -132,9 +133,9 @@ def gemm(
 ) -> jax.Array:
   """Returns alpha * a @ b + beta * c, scaled and added before the one rounding.
 
-  As in BLAS, c is not read where beta is 0. Python numbers alpha and beta are part
-  of the kernel; arrays, which may be traced and differentiated, multiply its
-  float32 result.
+  As in BLAS, c is not read where beta is the number 0, as it is if only c is given.
+  Python numbers alpha and beta are part of the kernel; arrays, which may be traced and
+  differentiated, multiply its float32 result, and c even where they are 0.
 
   Args:
     a: [*batch, m, k].

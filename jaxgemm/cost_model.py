@@ -25,7 +25,7 @@ from typing import NamedTuple
 from jaxgemm import traffic
 from jaxgemm.cost_constants import MODEL, Model
 from jaxgemm.device import Device
-from jaxgemm.operand_passes import Pass, wg_tile
+from jaxgemm.operand_passes import Pass, warpgroup_tile
 from jaxgemm.work import Work
 from pallas_kernels import KERNELS, blocked, direct, gemv, operand_tiles, tiles
 from pallas_kernels.problem import Config, GemvConfig, Problem
@@ -176,7 +176,7 @@ def _matrix(work: Work, device: Device, model: Model) -> float:
   matrix = 2 * config.tile_m * tile_n * config.tile_k / rate
   if work.has_roles and (config.wg_dim == "tile" or config.consumers == 1):
     matrix *= model.single
-  wg_n = wg_tile(config)[1]
+  wg_n = warpgroup_tile(config)[1]
   if wg_n > tiles.WGMMA_COLS:
     matrix *= model.wide
   block = tiles.swizzle_elems(problem.dtype)
@@ -189,7 +189,7 @@ def _matrix(work: Work, device: Device, model: Model) -> float:
 def _store(work: Work, model: Model) -> float:
   """Time of the epilogue of a tile."""
   config, fused = work.config, work.problem.epilogue
-  wg_m, wg_n = wg_tile(config)
+  wg_m, wg_n = warpgroup_tile(config)
   out_bytes = 4 if work.sums > 1 else work.problem.out_itemsize
   rate = model.masked_rate if work.masked else model.store_rate
   store = wg_m * wg_n * out_bytes / (rate * work.cluster_k * (1 + fused.gated))
@@ -257,10 +257,10 @@ def _extra(work: Work, model: Model) -> float:
     time += model.reduce + model.part * work.sums + partial_bytes / model.reduce_rate
   padded = [num_bytes for what, _, num_bytes in work.passes if what == "padding"]
   if padded:
-    time += model.pad_launch + 2 * sum(padded) / model.pad_rate
+    time += model.pad_launch + sum(padded) / model.pad_rate
   for what, _, num_bytes in work.passes:
     if what != "padding":
-      time += model.pass_launch + 2 * num_bytes / model.pass_rate
+      time += model.pass_launch + num_bytes / model.pass_rate
   is_scaled, scaled_by_xla = work.scaled_parts
   if is_scaled:
     time += model.guard + model.scales * scaled_by_xla

@@ -18,13 +18,13 @@ from pallas_kernels import (
 )
 from pallas_kernels.problem import Config, PersistentConfig, Problem
 
-# What is done to an operand before the kernel, to which, and the bytes of that one.
+# What is done to an operand before the kernel, to which, and the bytes read and written.
 Pass = tuple[str, str, int]
 
 
 def passes(problem: Problem, config: Config) -> tuple[Pass, ...]:
   """The passes over operands that a config needs if it loads none through registers."""
-  return of_product(multiplied(problem, config))
+  return of_product(product_of(problem, config))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -38,7 +38,7 @@ def of_product(problem: Problem) -> tuple[Pass, ...]:
   ):
     what = _pass_over(problem, shape, k_major, way)
     if what is not None:
-      found.append((what, name, math.prod(shape) * problem.itemsize))
+      found.append((what, name, 2 * math.prod(shape) * problem.itemsize))
   return tuple(found)
 
 
@@ -52,7 +52,7 @@ def splitting(
   the product of swapped operands is transposed.
   """
   lhs, rhs = (
-      ("splitting", operand, math.prod(shape) * _split_bytes(shape, layout, split) // 2)
+      ("splitting", operand, math.prod(shape) * _split_bytes(shape, layout, split))
       for operand, shape, layout in (
           ("lhs", problem.lhs_shape, problem.lhs_layout),
           ("rhs", problem.rhs_shape, problem.rhs_layout),
@@ -64,14 +64,14 @@ def splitting(
   product = specialised.multiplied(problem, config)
   n_major = product.rhs_layout == "n-major"
   if n_major and not lhs_registers.takes_n_major(config):
-    found.append(("transposing", found[0][1], 4 * math.prod(product.rhs_shape)))
+    found.append(("transposing", found[0][1], 8 * math.prod(product.rhs_shape)))
   way = "flat" if product.lhs_layout == "k-major" else "tiled"
   if operand_tiles.needs_padding(*product.lhs_shape[1:], "float32", way):
     operand = "rhs" if config.swap else "lhs"
-    found.append(("padding", operand, 4 * math.prod(product.lhs_shape)))
+    found.append(("padding", operand, 8 * math.prod(product.lhs_shape)))
   if config.swap and min(problem.m, problem.n) > 1:
     stored = problem.batch * problem.m * problem.n * problem.out_itemsize
-    found.append(("transposing", "the result", stored))
+    found.append(("transposing", "the result", 2 * stored))
   return tuple(found)
 
 
@@ -86,22 +86,21 @@ def scaled_by_xla(problem: Problem) -> int:
 
 
 def _split_bytes(shape: tuple[int, ...], layout: str, split: parts.Parts) -> int:
-  """The bytes that splitting moves for each element; cost_model takes half of it twice.
-  """
+  """The bytes that splitting reads and writes for each element."""
   along_cols = layout == "k-major"
   read_once = along_cols and halves_pass.serves(shape, along_cols)
   reads = 2 if split.scaled and not read_once else 1
   return 4 * reads + 2 * split.count
 
 
-def multiplied(problem: Problem, config: Config) -> Problem:
+def product_of(problem: Problem, config: Config) -> Problem:
   """What the kernel multiplies."""
   if isinstance(config, PersistentConfig):
     return specialised.multiplied(problem, config)
   return problem
 
 
-def wg_tile(config: Config) -> tuple[int, int]:
+def warpgroup_tile(config: Config) -> tuple[int, int]:
   """Rows and columns that one warpgroup multiplies."""
   if isinstance(config, PersistentConfig):
     return specialised.wg_tile(config)

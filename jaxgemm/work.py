@@ -53,7 +53,7 @@ class Work:
         self.has_roles and specialised.overlaps(problem, config)
     )
     self.asked, self.kernel, self.config = problem, kernel, config
-    self.problem = product = operand_passes.multiplied(problem, config)
+    self.problem = product = operand_passes.product_of(problem, config)
 
     self.splits, self.cluster_k = _of(config, "splits"), _of(config, "cluster_k")
     self.sums = self.splits // self.cluster_k
@@ -101,7 +101,7 @@ class Work:
     row_bytes = cols * self.asked.out_itemsize
     if row_bytes % tiles.SWIZZLE_BYTES == 0:
       return 0
-    rows = operand_passes.wg_tile(self.config)[0] // epilogue.PIECE_ROWS
+    rows = operand_passes.warpgroup_tile(self.config)[0] // epilogue.PIECE_ROWS
     fewest = rows * tiles.cdiv(row_bytes, tiles.SWIZZLE_BYTES)
     return max(specialised.pieces(self.asked, self.config) - fewest, 0)
 

@@ -214,5 +214,6 @@ def test_direct_has_room_for_the_barriers_of_c():
 
 def test_tiles_are_counted_in_32_bits():
   problem = make_problem(129, 17, 8, batch=2**30)
-  for name, config in (("direct", DirectConfig(64, 64, 64)), ("persistent", PersistentConfig())):
+  for config in (DirectConfig(64, 64, 64), PersistentConfig()):
+    name = "direct" if isinstance(config, DirectConfig) else "persistent"
     assert "tiles of" in KERNELS[name].supports(problem, config)
