@@ -29,13 +29,14 @@ from jaxgemm.arguments import (
 )
 from jaxgemm.contexts import current_target, is_batch_invariant
 from jaxgemm.dims import (
-    Axes,
-    DimensionNumbers,
-    Dims,
-    Shape,
-    fold,
-    label_axes,
-    label_sizes,
+  Axes,
+  DimensionNumbers,
+  Dims,
+  Shape,
+  are_known,
+  fold,
+  label_axes,
+  label_sizes,
 )
 from jaxgemm.fused import bind
 from jaxgemm.lowering import local_plan, permuted, planned_device
@@ -251,6 +252,8 @@ def explain(
       _permuted_shape(rhs_shape, folding.rhs_perm), dtype.name,
   )
   device = planned_device(product)
+  if not are_known(lhs_shape + rhs_shape):
+    reason = reason or "its sizes are symbolic, and no plan is for all"
   if reason:
     plan = plans.Plan("xla", None, "fallback", reason, problem)
   else:

@@ -16,10 +16,12 @@ least.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 import dataclasses
 import functools
 import itertools
 import math
+from typing import Any
 
 Axes = tuple[str, ...]
 Shape = tuple[int, ...]
@@ -169,8 +171,7 @@ def fold(
   Example: fold(("m", "k"), ("k", "n"), ("m", "n"), (4, 8), (8, 2)).dims == Dims()
   """
   size = label_sizes(lhs, rhs, lhs_shape, rhs_shape)
-  # Symbolic sizes (of jax.export) do not compare: then operands are counted.
-  known = all(isinstance(one, int) for one in size.values())
+  known = are_known(size.values())  # Else they do not compare, and operands count.
   batch = [axis for axis in out if axis in lhs and axis in rhs]
   rows = [axis for axis in out if axis in lhs and axis not in rhs]
   cols = [axis for axis in out if axis in rhs and axis not in lhs]
@@ -195,6 +196,11 @@ def fold(
         return best
   assert best is not None
   return best
+
+
+def are_known(sizes: Iterable[Any]) -> bool:
+  """Whether none of the sizes is symbolic, as jax.export's may be."""
+  return all(isinstance(size, int) for size in sizes)
 
 
 def label_axes(

@@ -16,6 +16,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jaxgemm.contexts import Target
 from jaxgemm.device import current_device, supported
+from jaxgemm.dims import are_known
 from jaxgemm.lowering import in_emulator
 from pallas_kernels import compat
 
@@ -46,9 +47,8 @@ def define(
 
   def lower_kernel(ctx, *operands, facts):
     num_devices, _, _ = compat.lowering_mesh(ctx)
-    sizes = [size for aval in ctx.avals_in for size in aval.shape]
-    # XLA shards what it knows, and takes symbolic sizes (of jax.export).
-    if num_devices > 1 or not all(isinstance(size, int) for size in sizes):
+    known = are_known(size for aval in ctx.avals_in for size in aval.shape)
+    if num_devices > 1 or not known:  # XLA shards what it knows, and takes any sizes.
       return mlir.lower_fun(by_xla, multiple_results=True)(ctx, *operands, facts=facts)
     # What runs on one device knows nothing of the mesh in its operands' types.
     local = ctx.replace(

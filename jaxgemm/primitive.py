@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxgemm import precision as precisions
 from jaxgemm.checkpoint_policies import name_product
-from jaxgemm.dims import Dims, fold
+from jaxgemm.dims import Dims, are_known, fold
 from jaxgemm.lowering import (
   epilogue,
   halves,
@@ -115,8 +115,7 @@ def _lower_xla(ctx, operands, product: Product, *, cuda: bool):
 def _lower_kernels(ctx, *operands, product: Product):
   """For CUDA (or emulated): the planned kernel, on each device's shards."""
   num_devices, mesh, is_manual = compat.lowering_mesh(ctx)
-  if not all(isinstance(size, int) for aval in ctx.avals_in for size in aval.shape):
-    # Symbolic sizes, of jax.export: no plan knows them.
+  if not are_known(size for aval in ctx.avals_in for size in aval.shape):
     return _lower_xla(ctx, operands, product, cuda=True)
   if num_devices == 1:
     if is_manual:

@@ -487,3 +487,11 @@ def test_symbolic_shapes_are_exported(name, platform, rng):
   jax.tree.map(
       lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4), found, wanted
   )
+
+
+def test_a_plan_of_symbolic_sizes():
+  (rows,) = jax.export.symbolic_shape("b")
+  a, b = (jax.ShapeDtypeStruct(s, "bfloat16") for s in ((rows, 64), (64, 96)))
+  with jaxgemm.target("NVIDIA H200"):
+    plan = jaxgemm.explain(a, b)
+  assert plan.kernel == "xla" and "symbolic" in plan.reason
