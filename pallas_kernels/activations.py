@@ -210,6 +210,14 @@ def _integer_pow(x, *, y: int):
   return 1.0 / _integer_pow(x, y=-y) if y < 0 else x if y else jnp.ones_like(x)
 
 
+def _polynomial(x, *coefficients, **_):
+  """Of JAX 0.12; the constant comes first."""
+  total = coefficients[-1]
+  for coefficient in coefficients[-2::-1]:
+    total = total * x + coefficient
+  return total
+
+
 # What Mosaic does not lower, by what it does.
 _REPLACED: dict[str, Callable[..., jax.Array]] = {
     "add_any": lax.add,
@@ -218,11 +226,11 @@ _REPLACED: dict[str, Callable[..., jax.Array]] = {
     "expm1": lambda x, **_: jnp.tanh(0.5 * x) * (jnp.exp(x) + 1.0),
     "erfc": _erfc,
     "erf": lambda x, **_: 1.0 - _erfc(x),
+    "exp": lambda x, **_: lax.exp(x),  # However exact it should be.
     "integer_pow": _integer_pow,
+    "polynomial": _polynomial,
     "sign": lambda x: jnp.where(x > 0.0, 1.0, jnp.where(x < 0.0, -1.0, x)),
 }
-# The derivative of erf since JAX 0.12, which takes bits apart.
-_REPLACED_CALLS = {"exp_neg_sq": lambda x: jnp.exp(-x * x)}
 
 
 def _evaluated(traced: ClosedJaxpr, *args) -> list[jax.Array]:
@@ -235,11 +243,9 @@ def _evaluated(traced: ClosedJaxpr, *args) -> list[jax.Array]:
 
   for equation in jaxpr.eqns:
     inputs = map(value, equation.invars)
-    name, called = equation.primitive.name, equation.params.get("name")
+    name = equation.primitive.name
     inner = [p for p in equation.params.values() if isinstance(p, ClosedJaxpr)]
-    if name == "custom_jvp_call" and called in _REPLACED_CALLS:
-      found = [_REPLACED_CALLS[called](*inputs)]
-    elif len(inner) == 1 and name in _CALLS:
+    if len(inner) == 1 and name in _CALLS:
       found = _evaluated(inner[0], *inputs)
     elif name in _REPLACED:
       found = [_REPLACED[name](*inputs, **equation.params)]
