@@ -69,7 +69,7 @@ _CHOICES = {
     "grid_width": (1, 3, 8),
     "pad": (True, True, False),
     "swap": (False, False, True),
-    "splits": range(2, 17),
+    "splits": range(1, 17),
     "cluster_k": (1, 1, 2, 3, 4, 5, 8),
     "num_warps": (4, 8),
 }

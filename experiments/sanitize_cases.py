@@ -175,6 +175,7 @@ CASES: dict[str, Case] = {
     "pipelined": product("pipelined", PLAIN, PipelinedConfig(64, 64, num_stages=3)),
     "pipelined fused": product("pipelined", FUSED, PipelinedConfig(64, 64, num_stages=3)),
     "direct": product("direct", PLAIN, DirectConfig(64, 64)),
+    "direct cluster": product("direct", ODD_PIECES, DirectConfig(64, 64, splits=2)),
     "direct odd": product("direct", ODD_PIECES, DirectConfig(128, 64)),
     "direct fused": product("direct", FUSED, DirectConfig(64, 128)),
     "gemv": product("gemv", _with(_of(PLAIN, "float32"), m=2), GemvConfig(3)),

@@ -30,9 +30,12 @@ class Model:
   crooked_64: float = 0.271  # The same, of 64 bytes.
   hot: float = 0.1  # A k tile of an operand that all CTAs ask for at once; by hand.
   reread: float = 0.221  # Share of an operand that each second tile fetches anew.
-  load_rate: float = 23.9e3  # Memory to shared memory through registers, shifted.
-  direct_rate: float = 39.3e3  # The same, where rows are aligned to 16 bytes.
-  round: float = 0.211  # Of direct's loads that wait for the ones before.
+  load_rate: float = 25.4e3  # Memory to shared memory through registers, shifted.
+  direct_rate: float = 38.5e3  # The same, where rows are aligned to 16 bytes.
+  direct_cluster: float = 0.43  # Of direct's clusters: to be launched, and to exchange.
+  direct_cta: float = 0.032  # The same, of each CTA.
+  direct_sums: float = 16.7e3  # What they exchange.
+  round: float = 0.125  # Of direct's loads that wait for the ones before.
   store_rate: float = 33.9e3  # Registers of a warpgroup to memory.
   masked_rate: float = 48.3e3  # The same, not by TMA.
   piece: float = 0.11  # Each piece beyond the fewest that a tile could be stored in.

@@ -122,7 +122,9 @@ def _start(work: Work, model: Model) -> float:
     time += model.descriptors
   if work.has_roles:
     time += model.roles + model.team * (work.config.consumers - 1)
-  if work.cluster > 1:
+  if work.cluster > 1 and work.kernel == direct.NAME:
+    time += model.direct_cluster + model.direct_cta * work.cluster
+  elif work.cluster > 1:
     time += model.cluster * work.cluster
   return time
 
@@ -151,7 +153,7 @@ def _busy(work: Work, device: Device, model: Model) -> float:
     alone = model.solo if not work.has_roles and together == 1 else 1.0
     wait = (model.wait + supply) / (together * ahead)
     step = soft_max(max(matrix * alone, supply), wait)
-    if work.cluster_k > 1:
+    if work.cluster_k > 1 and work.has_roles:
       step *= model.k_cluster
     step += bookkeeping / together + promotion
     # CTAs that share an SM store while others multiply, unless the stores are masked:
@@ -196,7 +198,8 @@ def _store(work: Work, model: Model) -> float:
   store += model.piece * work.more_pieces
   store *= 1 + fused.num_others
   if work.cluster_k > 1:
-    store += 4 * wg_m * wg_n / model.exchange_rate
+    rate = model.exchange_rate if work.has_roles else model.direct_sums
+    store += 4 * wg_m * wg_n / rate
   return store
 
 

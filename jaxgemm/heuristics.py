@@ -92,6 +92,7 @@ def _estimated(
 # -- Which configs there are -------------------------------------------------------
 
 _Shape = tuple[int, int, int, str, bool]  # One of tile_shapes, and `swap`.
+_DIRECT_SPLITS = (2, 3, 4, 6, 8)  # CTAs of a cluster that share k.
 _MOST_SHIFTED = 4  # k tiles that direct shifts; with six it took up to 6 times as long.
 _SPLITS_K = 1 << 19  # Elements of a result: of fewer, cuBLAS splits k.
 _LEAST_STAGES = 4  # Where consumers split lhs: one slot is split, one multiplied.
@@ -122,12 +123,8 @@ def _configs(problem: Problem, device: Device) -> Iterator[tuple[str, Config]]:
     at_once = _num_tiles(problem, tile_m, tile_n) <= 2 * device.num_sms
     if tile_n % block == 0 and at_once and not _wasteful(problem, tile_m, tile_n):
       yield "pipelined", PipelinedConfig(tile_m, tile_n, tile_k, num_stages, promote)
-  most = _MOST_SHIFTED if misaligned(problem, 16) else direct.MAX_SLOTS
-  if problem.itemsize == 2 and k_steps <= most:
-    for tile_m, tile_n in tile_shapes.DIRECT:
-      soon = _num_tiles(problem, tile_m, tile_n) <= 8 * device.num_sms
-      if tile_n % block == 0 and soon and not _wasteful(problem, tile_m, tile_n):
-        yield "direct", DirectConfig(tile_m, tile_n, tile_k, promote)
+  if problem.itemsize == 2:
+    yield from _direct_configs(problem, device)
   usual = *tile_shapes.COOPERATIVE, *tile_shapes.PING_PONG, *tile_shapes.fitted(problem)
   swapped = tuple(tile_shapes.swapped(problem))
   for product, swap, shapes in (
@@ -138,6 +135,31 @@ def _configs(problem: Problem, device: Device) -> Iterator[tuple[str, Config]]:
     for shape in tile_shapes.filling(product, device):
       if shape not in shapes:
         yield from _specialised(problem, product, device, (*shape, swap), splits=False)
+
+
+def _direct_configs(
+    problem: Problem, device: Device
+) -> Iterator[tuple[str, Config]]:
+  """Few k tiles a CTA: of all of a short k, or of a cluster's shares of a longer one."""
+  tile_k = tiles.swizzle_elems(problem.dtype)
+  k_steps = tiles.cdiv(problem.k, tile_k)
+  most = _MOST_SHIFTED if misaligned(problem, 16) else direct.MAX_SLOTS
+  for tile_m, tile_n in tile_shapes.DIRECT:
+    num_tiles = _num_tiles(problem, tile_m, tile_n)
+    if _wasteful(problem, tile_m, tile_n):
+      continue
+    # Of a block of rhs a half or more, or all that there is.
+    needed = 2 * tile_n >= tiles.rhs_block(problem) or tile_n >= problem.n
+    if k_steps <= most and needed and num_tiles <= 8 * device.num_sms:
+      yield "direct", DirectConfig(tile_m, tile_n, tile_k, promotion(problem, k_steps))
+    if (tile_m, tile_n) in tile_shapes.DIRECT_SPLIT:
+      for splits in _DIRECT_SPLITS:
+        steps = tiles.cdiv(k_steps, splits)
+        if num_tiles * splits > device.num_sms or steps > direct.MAX_SLOTS:
+          continue
+        if _even(k_steps, splits) == splits:
+          fewer = promotion(problem, steps)
+          yield "direct", DirectConfig(tile_m, tile_n, tile_k, fewer, splits)
 
 
 def _gemv_configs(

@@ -7,14 +7,17 @@ once, stores what comes into shared memory, multiplies, and stores the result it
 
   load k tiles 0 .. K-1 | store them into shared memory | wgmma 0 .. K-1 | store
 
-(A longer k comes in groups of MAX_SLOTS k tiles, one after the other.)
+(A longer k comes in groups of MAX_SLOTS k tiles, one after the other.) With `splits`, the
+CTAs of a cluster take a part of k each, and add up their sums through distributed shared
+memory, in one order (see `exchange`).
 
 Where there are only a few k tiles, a pipeline has nothing to overlap, and what remains
 is latency: of launching, of fetching TMA's descriptors, of one way from memory and one
 back. Registers need no descriptor, and take any stride: no pass pads an operand.
 
-There are no barriers but the warpgroup's own, and those of c, which TMA copies (see
-`epilogue`). The emulator, which knows no such loads, copies tiles as other kernels do:
+There are no barriers but the warpgroup's own, those of c, which TMA copies (see
+`epilogue`), and the exchange's. The emulator, which knows no such loads, copies tiles as
+other kernels do:
 
   barrier  arrives                        waits
   full     the copies of lhs and rhs      the warpgroup, before wgmma
@@ -31,7 +34,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels import accumulate, calls, operand_tiles, register_loads, tiles
-from pallas_kernels.problem import DirectConfig, Problem
+from pallas_kernels.exchange import Exchange
+from pallas_kernels.problem import ALONG_K, DirectConfig, Problem
 
 NAME = "direct"
 Config = DirectConfig
@@ -43,6 +47,12 @@ def supports(problem: Problem, config: DirectConfig) -> str | None:
   """The reason why this kernel cannot serve, or None."""
   if problem.itemsize != 2:
     return f"direct loads 16-bit operands, not {problem.dtype}"
+  most = max(1, min(tiles.MAX_CTAS, tiles.cdiv(problem.k, config.tile_k)))
+  if not 1 <= config.splits <= most:
+    return (
+        f"splits={config.splits} must be in [1, {most}]: the CTAs of a cluster share out"
+        f" the k tiles of k={problem.k}"
+    )
   return (
       tiles.check_problem(problem)
       or tiles.check_tile(problem, config.tile_m, config.tile_n, config.tile_k)
@@ -52,15 +62,34 @@ def supports(problem: Problem, config: DirectConfig) -> str | None:
 
 
 def smem_bytes(problem: Problem, config: DirectConfig) -> int:
-  """Shared memory of one CTA: a slot for each k tile of a group, the staging slot."""
+  """Shared memory of one CTA: a slot for each k tile of a group, the staging slot.
+
+  With splits, an inbox besides.
+  """
   slot = tiles.slot_bytes(problem, config.tile_m, config.tile_n, config.tile_k)
-  staging = calls.epilogue_bytes(problem, config.tile_n, 1, by_registers=True)
-  return num_slots(problem, config) * slot + staging + tiles.BARRIER_BYTES
+  exchange, cols = make_exchange(config, emulated=False), config.tile_n
+  inbox = 0
+  if exchange is not None:
+    inbox, cols = exchange.smem_bytes, exchange.share_cols
+  staging = calls.epilogue_bytes(problem, cols, 1, by_registers=True)
+  return num_slots(problem, config) * slot + inbox + staging + tiles.BARRIER_BYTES
+
+
+def make_exchange(config: DirectConfig, *, emulated: bool) -> Exchange | None:
+  """How the CTAs that share k add up their sums; None where one has all of it."""
+  if config.splits == 1:
+    return None
+  return Exchange(config.splits, config.tile_m, config.tile_n, 1, emulated)
+
+
+def num_steps(problem: Problem, config: DirectConfig) -> int:
+  """k tiles of a CTA; the last of those that share k may have fewer within it."""
+  return tiles.cdiv(tiles.cdiv(problem.k, config.tile_k), config.splits)
 
 
 def num_slots(problem: Problem, config: DirectConfig) -> int:
   """k tiles that are loaded at once."""
-  return min(tiles.cdiv(problem.k, config.tile_k), MAX_SLOTS)
+  return min(num_steps(problem, config), MAX_SLOTS)
 
 
 def num_rounds(problem: Problem, config: DirectConfig) -> int:
@@ -68,7 +97,7 @@ def num_rounds(problem: Problem, config: DirectConfig) -> int:
   chunks = (config.tile_m + config.tile_n) * config.tile_k // register_loads.CHUNK
   slots = num_slots(problem, config)
   rounds = tiles.cdiv(slots * chunks, LOADS_AT_ONCE * tiles.WG_THREADS)
-  return rounds * tiles.cdiv(tiles.cdiv(problem.k, config.tile_k), slots)
+  return rounds * tiles.cdiv(num_steps(problem, config), slots)
 
 
 def launch(
@@ -77,21 +106,26 @@ def launch(
   """Returns the result [batch, m, n]; operands as `problem` stores them."""
   del num_sms  # One CTA a tile, however many SMs there are.
   emulated = interpret is not None
+  exchange = make_exchange(config, emulated=emulated)
   call = calls.make_call(
-      operands, problem, config, stored_cols=config.tile_n, num_wgs=1,
+      operands, problem, config,
+      stored_cols=exchange.share_cols if exchange else config.tile_n, num_wgs=1,
       interpret=interpret, by_registers=True,
   )
   lhs, rhs = call.prepared.lhs_operand, call.prepared.rhs_operand
   grid = tiles.TileGrid.of(problem, config.tile_m, config.tile_n)
-  k_steps, held = tiles.cdiv(problem.k, config.tile_k), num_slots(problem, config)
+  k_steps, held = num_steps(problem, config), num_slots(problem, config)
 
   def _kernel(lhs_gmem, rhs_gmem, c_gmem, out_gmem, refs):
     batch, m, n = grid.locate(lax.axis_index("cta"))
-    slots = refs["lhs_slots"], refs["rhs_slots"]
+    slots, begin = (refs["lhs_slots"], refs["rhs_slots"]), jnp.int32(0)
+    if exchange is not None:
+      exchange.start(refs, wg=0)
+      begin = lax.axis_index(ALONG_K) * k_steps
 
     def _load(first, count):
-      """Brings k tiles first .. first + count - 1 into the first slots."""
-      steps = [(i, (first + i) * config.tile_k) for i in range(count)]
+      """Brings k tiles first .. first + count - 1 of this CTA into the first slots."""
+      steps = [(i, (begin + first + i) * config.tile_k) for i in range(count)]
       if emulated:
         for i, k in steps:
           full = refs["full"].at[i]
@@ -133,14 +167,29 @@ def launch(
         _multiply, shape=(config.tile_m, config.tile_n), k_steps=k_steps,
         promote=config.promote,
     )
-    call.epilogue.store(
-        acc, out_gmem, c_gmem, refs, wg=0, batch=batch, row=m, col=n
-    )
+
+    def store(sums, col):
+      call.epilogue.store(
+          sums, out_gmem, c_gmem, refs, wg=0, batch=batch, row=m, col=n + col
+      )
+
+    if exchange is None:
+      store(acc, 0)
+    else:
+      one = dict(index=jnp.int32(0), count=jnp.int32(1))
+      exchange.add_up(acc, refs, wg=0, **one, store=store)
     call.epilogue.finish()
 
-  scratch = dict(lhs_slots=lhs.slots(held), rhs_slots=rhs.slots(held))
+  scratch, workspace, cluster = {}, {}, {}
+  if exchange is not None:
+    scratch, cluster = exchange.scratch(), {ALONG_K: config.splits}
+    workspace = exchange.workspace(grid.num_tiles)
+  scratch |= dict(lhs_slots=lhs.slots(held), rhs_slots=rhs.slots(held))
   if emulated:
     scratch["full"] = plgpu.Barrier(
         num_arrivals=call.prepared.num_copies, num_barriers=held
     )
-  return call(_kernel, name=NAME, scratch=scratch, grid=grid.num_tiles, num_wgs=1)
+  return call(
+      _kernel, name=NAME, scratch=scratch, workspace=workspace, grid=grid.num_tiles,
+      cluster=cluster, num_wgs=1,
+  )

@@ -297,13 +297,19 @@ class PipelinedConfig:
 class DirectConfig:
   """Tile of one CTA, whose k tiles have a shared-memory slot each.
 
-  `promote`: see PersistentConfig.
+  The `splits` CTAs of a cluster share the k of one tile. `promote`: see PersistentConfig.
   """
 
   tile_m: int = 64
   tile_n: int = 64
   tile_k: int = 64
   promote: int = 0
+  splits: int = 1
+
+  @property
+  def cluster_k(self) -> int:
+    """CTAs of a cluster: all that share k."""
+    return self.splits
 
 
 @dataclasses.dataclass(frozen=True)

@@ -180,6 +180,18 @@ def test_direct(tile, layouts):
 
 
 @pytest.mark.parametrize("layouts", LAYOUTS)
+@pytest.mark.parametrize("splits", [2, 3, 8])
+def test_direct_of_ctas_that_share_k(splits, layouts):
+  """Rows of every alignment, and ranks whose k tiles lie beyond k."""
+  for tile in ((64, 64), (128, 64), (64, 48), (64, 16)):
+    config = small_config("direct", tile_m=tile[0], tile_n=tile[1], splits=splits)
+    for size in ((24, 208, 512), (265, 955, 577), (13, 50, 699), (130, 72, 1100)):
+      problem = make_problem(*size, layouts, batch=2, lhs_batched=False)
+      if KERNELS["direct"].supports(problem, config) is None:
+        check("direct", problem, config)
+
+
+@pytest.mark.parametrize("layouts", LAYOUTS)
 @pytest.mark.parametrize("size", [(1000, 1000, 64), (520, 776, 1096), (4096, 264, 200)],
                          ids=str)
 def test_consumers_that_take_tiles_in_turn(size, layouts):

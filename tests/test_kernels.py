@@ -135,6 +135,26 @@ def test_direct_of_more_k_than_it_holds(k, promote):
   check("direct", problem, small_config("direct", promote=promote))
 
 
+@pytest.mark.parametrize("splits", [2, 3, 8])
+@pytest.mark.parametrize("layouts", LAYOUTS)
+def test_direct_of_ctas_that_share_k(splits, layouts):
+  """The last of them has fewer k tiles, or none."""
+  epilogue = Epilogue(0.5, -2.0, "float32")
+  problem = make_problem(70, 136, 64 * 8 + 8, layouts, epilogue=epilogue)
+  check("direct", problem, small_config("direct", splits=splits))
+
+
+def test_direct_of_ctas_that_share_more_k_than_they_hold():
+  problem = make_problem(24, 40, 64 * 19, "NT", batch=2, out_dtype="float32")
+  check("direct", problem, small_config("direct", tile_n=16, splits=2, promote=3))
+
+
+def test_direct_of_parts_of_blocks_of_rhs():
+  """Sums of 48 columns, of which each of two CTAs adds up 48 or none."""
+  problem = make_problem(72, 136, 200)
+  check("direct", problem, small_config("direct", tile_n=48, splits=2))
+
+
 @pytest.mark.parametrize("kernel", ["blocked", "pipelined", "split_k"])
 def test_operands_in_chunks_of_every_kernel(kernel):
   check(kernel, make_problem(200, 328, 140, "TN"), small_config(kernel))

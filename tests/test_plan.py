@@ -181,7 +181,9 @@ def test_a_named_kernel_is_as_exact_as_its_candidates(kernel, size):
   """Also where the heuristics list none of it: fuzz found direct's default config."""
   problem = Problem(*size, out_dtype="float32")
   chosen = plan.make_plan(problem, H200, implementation=kernel)
-  assert chosen.config.promote == 4
+  splits = getattr(chosen.config, "splits", 1)
+  steps = tiles.cdiv(tiles.cdiv(problem.k, 64), splits)
+  assert chosen.config.promote == heuristics.promotion(problem, steps) > 0
   assert KERNELS[kernel].supports(problem, chosen.config) is None
 
 
@@ -191,6 +193,15 @@ def test_direct_shifts_few_k_tiles(k, listed):
   """Rows of odd length, which it shifts in registers, of at most four."""
   found = heuristics.candidates(Problem(617, 519, k, rhs_layout="k-major"), H200)
   assert any(c.kernel == "direct" for c in found) == listed
+
+
+def test_clusters_of_direct_have_few_k_tiles_each():
+  found = heuristics.candidates(Problem(72, 168, 1400, lhs_layout="m-major"), H200)
+  shared = [c.config for c in found if c.kernel == "direct"]
+  assert {config.splits for config in shared} == {3, 4, 6, 8}
+  assert found[0].config in shared  # A ring of shared memory has no time to fill.
+  long = heuristics.candidates(Problem(72, 168, 64 * 65), H200)
+  assert not any(c.kernel == "direct" for c in long)
 
 
 def test_partial_sums_are_not_transposed():
@@ -264,7 +275,7 @@ def test_multicast_is_weighed_where_rows_are_slow_to_fetch():
         (4096, 4096, 64, True, False),
         (2047, 2049, 511, True, False),
         (333, 777, 22223, True, False),
-        (16, 88, 1024, True, True),  # A few results of a long k.
+        (16, 88, 4096, True, True),  # A few results of a long k.
         (40, 88, 1024, False, False),
         (24, 16, 1040, False, False),
         (120, 360, 72, False, False),  # TMA takes the operands as they are.
@@ -490,7 +501,7 @@ def _columns_of(problem: Problem, kernel: str) -> set[int]:
   }
 
 
-@pytest.mark.parametrize("kernel", ["persistent", "split_k", "pipelined", "direct"])
+@pytest.mark.parametrize("kernel", ["persistent", "split_k", "pipelined"])
 def test_tiles_break_the_blocks_of_an_n_major_rhs_only_where_that_was_faster(kernel):
   """Where rows begin within lines of 128 bytes, and at most a fifth is for others."""
   between = lambda n, k, layout="n-major": {
