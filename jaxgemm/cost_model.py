@@ -193,7 +193,9 @@ def _store(work: Work, model: Model) -> float:
   config, fused = work.config, work.problem.epilogue
   wg_m, wg_n = warpgroup_tile(config)
   out_bytes = 4 if work.sums > 1 else work.problem.out_itemsize
-  rate = model.masked_rate if work.masked else model.store_rate
+  rate = model.store_rate
+  if work.masked:
+    rate = model.odd_rate if work.row_bytes % 16 else model.masked_rate
   store = wg_m * wg_n * out_bytes / (rate * work.cluster_k * (1 + fused.gated))
   store += model.piece * work.more_pieces
   store *= 1 + fused.num_others

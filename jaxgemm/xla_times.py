@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 
+from jaxgemm.cost_constants import MODEL
 from jaxgemm.cost_model import soft_max
 from jaxgemm.device import Device
 from jaxgemm.operand_passes import misaligned
+from jaxgemm.traffic import crooked
 from pallas_kernels import parts, tiles
 from pallas_kernels.problem import Problem
 
@@ -66,6 +68,20 @@ def _as_exact_as_float32(
   return begin + soft_max(busy, memory / 0.8), "no pass that splits the operands"
 
 
+def _single_k_tile(problem: Problem, memory: float) -> float:
+  """Off by 12% (root mean square of 205 products of k up to 64, 1 to 100 us).
+
+  The first bytes of a result cost more than those that follow, and then more where rows
+  begin within lines, or within 16 bytes.
+  """
+  row_bytes = problem.n * problem.out_itemsize
+  stored = memory * problem.batch * problem.m * row_bytes / problem.num_bytes
+  each = 0.0062 if misaligned(problem, 16) else 0.0039
+  further = 0.2 + 0.0124 * problem.k * crooked(row_bytes, MODEL)
+  further += (2.6 if row_bytes % 16 else 1.8) * stored
+  return 1.0 + each * problem.k + 2.1 * (memory - stored) + min(7.4 * stored, further)
+
+
 def _down_columns(problem: Problem, memory: float) -> float:
   """One row times a matrix whose rows lie across k.
 
@@ -97,10 +113,7 @@ def _int8(problem: Problem, busy: float, memory: float) -> tuple[float, str]:
 def _sixteen_bits(
     problem: Problem, busy: float, memory: float
 ) -> tuple[float, str] | None:
-  """With one k tile XLA's kernel is over sooner than any of ours can be.
-
-  With k = 16 and rows that are aligned it writes 5 to 35 MB at two thirds of the memory's
-  speed, 1.2 us behind (112 products of k up to 64).
+  """With one k tile XLA's kernel is often over sooner than any of ours can be.
 
   A few results of a long k took it 2.24 us (16x88x1024) to 3.84 (16x16x16384), but twice
   that where k is no multiple of 256.
@@ -109,11 +122,7 @@ def _sixteen_bits(
   is much to load, and else over before a pass has been launched.
   """
   if problem.k <= tiles.swizzle_elems(problem.dtype):
-    begin = 2.0
-    if problem.n * problem.out_itemsize % 16 == 0 and not misaligned(problem, 16):
-      begin = max(0.031 * problem.k - 0.3, 0.1)
-    time = 1.0 + 0.004 * problem.k + min(memory / 0.3, begin + 1.5 * memory)
-    return 1.15 * time, "one kernel of a single k tile"
+    return 1.1 * _single_k_tile(problem, memory), "one kernel of a single k tile"
   if not misaligned(problem, 16):
     few = problem.batch * problem.m * problem.n <= _FEW and min(problem.m, problem.n) > 1
     if not few or not 1024 <= problem.k <= 16384 or problem.k % 256:

@@ -271,7 +271,8 @@ def test_multicast_is_weighed_where_rows_are_slow_to_fetch():
         (120, 357, 19, True, True),  # Over before any kernel of ours can be.
         (120, 360, 64, True, False),
         (7488, 2344, 16, True, True),  # Crooked rows of the result, and little else.
-        (1064, 4240, 16, True, True),
+        (3744, 3304, 16, True, True),
+        (477, 1337, 13, True, True),  # Odd rows of the result, stored 2 bytes a thread.
         (4096, 4096, 64, True, False),
         (2047, 2049, 511, True, False),
         (333, 777, 22223, True, False),
