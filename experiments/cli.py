@@ -172,6 +172,8 @@ def _selected(platform: str) -> tuple[str, list[suites.Case]]:
     found = suites.full_suite()
   elif _SUITE.value == "float32":
     found = suites.float32_suite()
+  elif _SUITE.value == "neighbours":
+    found = suites.neighbours_suite()
   else:
     found = suites.random_suite(
         _DRAW.value,

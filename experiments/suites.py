@@ -22,7 +22,7 @@ CLASSES: tuple[Class, ...] = get_args(Class)
 LAYOUTS = ("NN", "NT", "TN", "TT")
 _ALGORITHM_OF = ALGORITHM_OF_DTYPE | ALGORITHM_OF_EIGHT_BITS
 DTYPES = tuple(_ALGORITHM_OF)
-SUITES = ("demo", "issue2", "full", "float32", "random")
+SUITES = ("demo", "issue2", "full", "float32", "neighbours", "random")
 _NUM_FLOAT32 = 40
 _ALGORITHMS = {"high": "bf16_x3", "highest": "bf16_x6"}  # Of float32 operands.
 
@@ -246,6 +246,25 @@ def full_suite() -> list[Case]:
   for shapes in (_DEEP, _SMALL_K, _ODD, _SMALL, _EQUAL_BATCHES):
     cases += [make_case(*shape) for shape in shapes]
   return cases
+
+
+def neighbours_suite() -> list[Case]:
+  """Returns the odd problems of the full suite, and an aligned one behind each.
+
+  Its sizes are the nearest multiples of 64: how much longer the odd one takes is what
+  odd sizes cost.
+  """
+  cases = []
+  for case in select(full_suite(), classes=["odd"]):
+    problem = case.problem
+    sizes = {name: _near(getattr(problem, name)) for name in ("m", "n", "k")}
+    near = dataclasses.replace(problem, **sizes)
+    cases += [case, Case(f"{case.name} aligned", classify(near), near)]
+  return cases
+
+
+def _near(size: int) -> int:
+  return size if size == 1 else max(64, round(size / 64) * 64)
 
 
 def float32_suite() -> list[Case]:

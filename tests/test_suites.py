@@ -31,6 +31,18 @@ def test_a_suite_names_each_problem_once(cases):
     assert case.klass == suites.classify(case.problem)
 
 
+def test_neighbours_of_odd_problems_are_aligned():
+  odd, near = suites.neighbours_suite()[::2], suites.neighbours_suite()[1::2]
+  assert len(odd) == len(near) == 17
+  for one, other in zip(odd, near, strict=True):
+    assert one.klass == "odd" != other.klass == suites.classify(other.problem)
+    assert other.name == f"{one.name} aligned"
+    assert other.problem.layouts == one.problem.layouts
+    for name in ("m", "n", "k"):
+      size, aligned = getattr(one.problem, name), getattr(other.problem, name)
+      assert aligned % 64 == 0 and abs(size - aligned) <= 32 or aligned == size == 1
+
+
 @pytest.mark.parametrize(
     "klass, sizes",
     [
