@@ -322,11 +322,8 @@ def _set_environment() -> None:
   # The processes share one GPU, and the cores.
   os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
   os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-  # XLA has as many threads as devices, if these are more than the cores. With two of
-  # them emulated clusters of four wait for ever: each CTA waits in one.
-  devices = "--xla_force_host_platform_device_count"
-  if devices not in (xla_flags := os.environ.get("XLA_FLAGS", "")):
-    os.environ["XLA_FLAGS"] = f"{xla_flags} {devices}=8"
+  # With a thread for each of two cores emulated clusters wait for ever: each CTA has one.
+  os.environ.setdefault("PJRT_NPROC", "32")
 
 
 def main(argv: Sequence[str]) -> None:

@@ -77,8 +77,8 @@ def emulate(kind: str | None = None) -> contextlib.AbstractContextManager[None]:
 
   The plans are those of the named device. Threads, barriers, copies and races are
   simulated, which is slow: for products of a few hundred a side. Races raise. Each CTA
-  of a cluster holds a thread of XLA: on a machine of few cores clusters of four wait for
-  ever, unless XLA_FLAGS=--xla_force_host_platform_device_count=8 is set before. The
+  of a cluster holds a thread of XLA: on a machine of fewer cores than the CTAs of a
+  cluster they may wait for ever, unless PJRT_NPROC=32 is set before JAX starts. The
   portable kernel ("triton") runs in Triton's interpreter, one CTA after the other.
 
   Args:

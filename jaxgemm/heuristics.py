@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import dataclasses
 import functools
 import itertools
+import math
 from typing import Any
 
 from jaxgemm import cost_model, tile_shapes, xla_times
@@ -25,6 +26,7 @@ from pallas_kernels import (
   tiles,
 )
 from pallas_kernels.problem import (
+  CLUSTER_AXES,
   BlockedConfig,
   Config,
   DirectConfig,
@@ -80,10 +82,14 @@ def _time(candidate: Candidate) -> float:
 def _estimated(
     problem: Problem, configs: Iterable[tuple[str, Config]], device: Device
 ) -> list[Candidate]:
-  """Those of the configs that serve the problem, with their estimated times."""
+  """Those of the configs that serve here, with their estimated times.
+
+  A GPU of few SMs, such as a part of one, runs no large clusters.
+  """
   found = []
   for kernel, config in configs:
-    if KERNELS[kernel].supports(problem, config) is None:
+    cluster = math.prod(getattr(config, axis, 1) for axis in CLUSTER_AXES)
+    if device.max_clusters(cluster) and KERNELS[kernel].supports(problem, config) is None:
       estimate = cost_model.estimate(problem, kernel, config, device)
       found.append(Candidate(kernel, config, estimate.time_us, estimate))
   return found
@@ -93,6 +99,7 @@ def _estimated(
 
 _Shape = tuple[int, int, int, str, bool]  # One of tile_shapes, and `swap`.
 _DIRECT_SPLITS = (2, 3, 4, 6, 8)  # CTAs of a cluster that share k.
+_MOST_SHARED = 7  # k tiles that each of them shifts; eight took half as long again.
 _MOST_SHIFTED = 4  # k tiles that direct shifts; with six it took up to 6 times as long.
 _SPLITS_K = 1 << 19  # Elements of a result: of fewer, cuBLAS splits k.
 _LEAST_STAGES = 4  # Where consumers split lhs: one slot is split, one multiplied.
@@ -143,7 +150,9 @@ def _direct_configs(
   """Few k tiles a CTA: of all of a short k, or of a cluster's shares of a longer one."""
   tile_k = tiles.swizzle_elems(problem.dtype)
   k_steps = tiles.cdiv(problem.k, tile_k)
-  most = _MOST_SHIFTED if misaligned(problem, 16) else direct.MAX_SLOTS
+  most, shared = direct.MAX_SLOTS, direct.MAX_SLOTS
+  if misaligned(problem, 16):
+    most, shared = _MOST_SHIFTED, _MOST_SHARED
   for tile_m, tile_n in tile_shapes.DIRECT:
     num_tiles = _num_tiles(problem, tile_m, tile_n)
     if _wasteful(problem, tile_m, tile_n):
@@ -155,7 +164,7 @@ def _direct_configs(
     if (tile_m, tile_n) in tile_shapes.DIRECT_SPLIT:
       for splits in _DIRECT_SPLITS:
         steps = tiles.cdiv(k_steps, splits)
-        if num_tiles * splits > device.num_sms or steps > direct.MAX_SLOTS:
+        if num_tiles > device.max_clusters(splits) or steps > shared:
           continue
         if _even(k_steps, splits) == splits:
           fewer = promotion(problem, steps)

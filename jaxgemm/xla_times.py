@@ -69,17 +69,18 @@ def _as_exact_as_float32(
 
 
 def _single_k_tile(problem: Problem, memory: float) -> float:
-  """Off by 12% (root mean square of 205 products of k up to 64, 1 to 100 us).
+  """Off by 17% (root mean square of 207 products of k up to 64, 1 to 113 us).
 
-  The first bytes of a result cost more than those that follow, and then more where rows
-  begin within lines, or within 16 bytes.
+  By 11% but for the ten that it does worst: XLA now and then takes two or three times as
+  long as for others like it. The first bytes of a result cost more than those that
+  follow, and then more where rows begin within lines, or within 16 bytes.
   """
   row_bytes = problem.n * problem.out_itemsize
   stored = memory * problem.batch * problem.m * row_bytes / problem.num_bytes
   each = 0.0062 if misaligned(problem, 16) else 0.0039
-  further = 0.2 + 0.0124 * problem.k * crooked(row_bytes, MODEL)
-  further += (2.6 if row_bytes % 16 else 1.8) * stored
-  return 1.0 + each * problem.k + 2.1 * (memory - stored) + min(7.4 * stored, further)
+  further = 0.1 + 0.016 * problem.k * crooked(row_bytes, MODEL)
+  further += (2.3 if row_bytes % 16 else 1.6) * stored
+  return 1.04 + each * problem.k + 1.4 * (memory - stored) + min(6.6 * stored, further)
 
 
 def _down_columns(problem: Problem, memory: float) -> float:

@@ -47,17 +47,22 @@ def supports(problem: Problem, config: DirectConfig) -> str | None:
   """The reason why this kernel cannot serve, or None."""
   if problem.itemsize != 2:
     return f"direct loads 16-bit operands, not {problem.dtype}"
-  most = max(1, min(tiles.MAX_CTAS, tiles.cdiv(problem.k, config.tile_k)))
-  if not 1 <= config.splits <= most:
-    return (
-        f"splits={config.splits} must be in [1, {most}]: the CTAs of a cluster share out"
-        f" the k tiles of k={problem.k}"
-    )
   return (
       tiles.check_problem(problem)
       or tiles.check_tile(problem, config.tile_m, config.tile_n, config.tile_k)
+      or _check_splits(problem, config)
       or accumulate.check(config.tile_m, config.tile_n, config.promote)
       or tiles.check_smem(smem_bytes(problem, config))
+  )
+
+
+def _check_splits(problem: Problem, config: DirectConfig) -> str | None:
+  most = max(1, min(tiles.MAX_CTAS, tiles.cdiv(problem.k, config.tile_k)))
+  if 1 <= config.splits <= most:
+    return None
+  return (
+      f"splits={config.splits} must be in [1, {most}]: the CTAs of a cluster share out"
+      f" the k tiles of k={problem.k}"
   )
 
 
@@ -94,7 +99,8 @@ def num_slots(problem: Problem, config: DirectConfig) -> int:
 
 def num_rounds(problem: Problem, config: DirectConfig) -> int:
   """How often a thread waits for its loads, one group of k tiles after the other."""
-  chunks = (config.tile_m + config.tile_n) * config.tile_k // register_loads.CHUNK
+  cols = tiles.round_up(config.tile_n, tiles.rhs_block(problem))
+  chunks = (config.tile_m + cols) * config.tile_k // register_loads.CHUNK
   slots = num_slots(problem, config)
   rounds = tiles.cdiv(slots * chunks, LOADS_AT_ONCE * tiles.WG_THREADS)
   return rounds * tiles.cdiv(num_steps(problem, config), slots)

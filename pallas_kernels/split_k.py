@@ -37,7 +37,7 @@ Config = SplitKConfig
 
 def supports(problem: Problem, config: SplitKConfig) -> str | None:
   """The reason why this kernel cannot serve, or None."""
-  k_steps = tiles.cdiv(problem.k, config.tile_k)
+  k_steps = tiles.cdiv(problem.k, max(config.tile_k, 1))
   if k_steps < 2:
     return f"k={problem.k} is one k tile of {config.tile_k}: nothing can be split"
   if not 2 <= config.splits <= k_steps:

@@ -135,12 +135,12 @@ def test_direct_of_more_k_than_it_holds(k, promote):
   check("direct", problem, small_config("direct", promote=promote))
 
 
-@pytest.mark.parametrize("splits", [2, 3, 8])
+@pytest.mark.parametrize("splits", [2, 3, 4])
 @pytest.mark.parametrize("layouts", LAYOUTS)
 def test_direct_of_ctas_that_share_k(splits, layouts):
   """The last of them has fewer k tiles, or none."""
   epilogue = Epilogue(0.5, -2.0, "float32")
-  problem = make_problem(70, 136, 64 * 8 + 8, layouts, epilogue=epilogue)
+  problem = make_problem(70, 136, 64 * 4 + 8, layouts, epilogue=epilogue)
   check("direct", problem, small_config("direct", splits=splits))
 
 

@@ -54,8 +54,9 @@ def test_every_candidate_lowers(layouts, dtype):
   for size in SIZES:
     problem = make_problem(*size, layouts, dtype)
     for candidate in own_candidates(problem):
-      # Splits and stages are numbers of loops, not another program.
-      fields = {**vars(candidate.config), "splits": None, "num_stages": None}
+      # Splits and stages are numbers of loops, not another program, but for direct's.
+      fields = {**vars(candidate.config), "num_stages": None}
+      fields["splits"] = candidate.kernel == "direct" and fields["splits"] > 1
       names = ("tile_m", "tile_n", "consumers", "wg_dim", "swap")
       tile = tuple(fields.pop(name, None) for name in names)
       kinds = {(candidate.kernel, *tile), (candidate.kernel, *fields.items())}
@@ -117,6 +118,10 @@ def test_sums_within_clusters_lower(cluster_k, layouts):
     )
     text = lowered("split_k", make_problem(130, n, 4096, layouts), config)
     assert "jaxgemm_split_k" in text and "reduce" not in text  # One kernel.
+    if fields.get("wg_dim") is None:
+      config = small_config("direct", splits=cluster_k, tile_n=48)
+      text = lowered("direct", make_problem(130, n, 4096, layouts), config)
+      assert "jaxgemm_direct" in text and "reduce" not in text
 
 
 def test_no_operand_is_copied_where_tma_takes_it():

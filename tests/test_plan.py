@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 from pathlib import Path
+import re
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +19,11 @@ from jaxgemm.cost_constants import MODEL
 from pallas_kernels import KERNELS, TILE_KERNELS, specialised, tiles, triton
 from pallas_kernels.problem import (
   BlockedConfig,
+  DirectConfig,
   Epilogue,
   PersistentConfig,
   Problem,
+  SplitKConfig,
 )
 from tests import kernel_cases
 
@@ -195,6 +198,28 @@ def test_direct_shifts_few_k_tiles(k, listed):
   assert any(c.kernel == "direct" for c in found) == listed
 
 
+@pytest.mark.parametrize(
+    ("kernel", "config", "message"),
+    [
+        ("direct", DirectConfig(tile_k=0), "tile_k=0 must be 64"),
+        ("split_k", SplitKConfig(tile_k=0), "tile_k=0 must be 64"),
+        ("direct", DirectConfig(splits=9), r"splits=9 must be in \[1, 8\]"),
+        ("direct", DirectConfig(splits=0), r"splits=0 must be in \[1, 8\]"),
+    ],
+)
+def test_numbers_that_make_no_tiles_are_refused(kernel, config, message):
+  reason = KERNELS[kernel].supports(Problem(64, 64, 1024), config)
+  assert re.search(message, reason)
+
+
+@pytest.mark.parametrize("num_sms", range(1, 17))
+def test_there_is_a_plan_for_a_gpu_of_few_sms(num_sms):
+  """Some of which run no cluster of six or eight."""
+  few = dataclasses.replace(H200, num_sms=num_sms)
+  for size in ((72, 16, 1400), (16, 16, 4096), (64, 64, 520), (1000, 1000, 1000)):
+    assert plan.make_plan(Problem(*size), few).kernel in (*KERNELS, "xla")
+
+
 def test_clusters_of_direct_have_few_k_tiles_each():
   found = heuristics.candidates(Problem(72, 168, 1400, lhs_layout="m-major"), H200)
   shared = [c.config for c in found if c.kernel == "direct"]
@@ -272,6 +297,7 @@ def test_multicast_is_weighed_where_rows_are_slow_to_fetch():
         (120, 360, 64, True, False),
         (7488, 2344, 16, True, True),  # Crooked rows of the result, and little else.
         (3744, 3304, 16, True, True),
+        (1064, 4240, 16, True, True),
         (477, 1337, 13, True, True),  # Odd rows of the result, stored 2 bytes a thread.
         (4096, 4096, 64, True, False),
         (2047, 2049, 511, True, False),
