@@ -11,8 +11,8 @@ import tempfile
 import types
 
 # XLA reads both when the CPU backend starts, which no import does. Each emulated CTA of a
-# cluster holds one of its threads while it waits for the others.
-os.environ["PJRT_NPROC"] = "32"
+# cluster holds one of its threads while it waits for the others; more make tests slower.
+os.environ["PJRT_NPROC"] = "12"
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
 )
