@@ -122,10 +122,10 @@ def _start(work: Work, model: Model) -> float:
     time += model.descriptors
   if work.has_roles:
     time += model.roles + model.team * (work.config.consumers - 1)
-  if work.cluster > 1 and work.kernel == direct.NAME:
-    time += model.direct_cluster + model.direct_cta * work.cluster
-  elif work.cluster > 1:
+  if work.cluster > 1 and work.has_roles:
     time += model.cluster * work.cluster
+  elif work.cluster > 1:
+    time += model.direct_cluster + model.direct_cta * work.cluster
   return time
 
 

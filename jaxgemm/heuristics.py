@@ -99,7 +99,7 @@ def _estimated(
 
 _Shape = tuple[int, int, int, str, bool]  # One of tile_shapes, and `swap`.
 _DIRECT_SPLITS = (2, 3, 4, 6, 8)  # CTAs of a cluster that share k.
-_MOST_SHARED = 7  # k tiles that each of them shifts; eight took half as long again.
+_MOST_SHARED = 7  # k tiles that each of them shifts; eight took up to half longer.
 _MOST_SHIFTED = 4  # k tiles that direct shifts; with six it took up to 6 times as long.
 _SPLITS_K = 1 << 19  # Elements of a result: of fewer, cuBLAS splits k.
 _LEAST_STAGES = 4  # Where consumers split lhs: one slot is split, one multiplied.

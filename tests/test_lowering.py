@@ -118,10 +118,9 @@ def test_sums_within_clusters_lower(cluster_k, layouts):
     )
     text = lowered("split_k", make_problem(130, n, 4096, layouts), config)
     assert "jaxgemm_split_k" in text and "reduce" not in text  # One kernel.
-    if fields.get("wg_dim") is None:
-      config = small_config("direct", splits=cluster_k, tile_n=48)
-      text = lowered("direct", make_problem(130, n, 4096, layouts), config)
-      assert "jaxgemm_direct" in text and "reduce" not in text
+    config = small_config("direct", splits=cluster_k, tile_n=48)
+    text = lowered("direct", make_problem(130, n, 4096, layouts), config)
+    assert "jaxgemm_direct" in text and "reduce" not in text
 
 
 def test_no_operand_is_copied_where_tma_takes_it():
