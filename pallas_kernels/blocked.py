@@ -90,6 +90,6 @@ def launch(
   scratch = dict(
       lhs_slot=lhs.slots(1),
       rhs_slot=rhs.slots(1),
-      full=plgpu.Barrier(num_arrivals=call.prepared.num_copies, num_barriers=1),
+      full=plgpu.Barrier(num_arrivals=call.prepared.num_arrivals, num_barriers=1),
   )
   return call(_kernel, name=NAME, scratch=scratch, grid=grid.num_tiles, num_wgs=1)

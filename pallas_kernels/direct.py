@@ -193,7 +193,7 @@ def launch(
   scratch |= dict(lhs_slots=lhs.slots(held), rhs_slots=rhs.slots(held))
   if emulated:
     scratch["full"] = plgpu.Barrier(
-        num_arrivals=call.prepared.num_copies, num_barriers=held
+        num_arrivals=call.prepared.num_arrivals, num_barriers=held
     )
   return call(
       _kernel, name=NAME, scratch=scratch, workspace=workspace, grid=grid.num_tiles,

@@ -84,7 +84,9 @@ class Operand:
 
   @property
   def num_copies(self) -> int:
-    """Arrivals on the slot's barrier, one a copy, when a tile is brought."""
+    """TMA copies that bring a tile; each arrives on the slot's barrier."""
+    if self.way == "loads":
+      return 0
     if self.way == "chunks":
       return self.num_parts * self._num_chunks
     return self.num_parts * self.num_arrays * len(self._boxes)
@@ -142,11 +144,6 @@ class Operand:
 
     With `collective_axes` the `cluster` CTAs along them load a part each, for all.
     """
-    if self.way == "loads":
-      register_loads.load(self.by_registers(gmem, slots, slot, batch=batch, mn=mn, k=k))
-      plgpu.commit_smem()
-      plgpu.barrier_arrive(barrier)
-      return
     slots = self._views(slots)[0]
     batch = batch if self.batched else 0
     slot, size = slot * self.num_parts + part, self.array_mn
@@ -351,9 +348,11 @@ class Prepared:
   rhs_operand: Operand
 
   @property
-  def num_copies(self) -> int:
-    """TMA copies that bring a tile of both."""
-    return self.lhs_operand.num_copies + self.rhs_operand.num_copies
+  def num_arrivals(self) -> int:
+    """On a slot's barrier: one for each TMA copy, one for all that registers load."""
+    operands = self.lhs_operand, self.rhs_operand
+    loads = any(operand.way == "loads" for operand in operands)
+    return sum(operand.num_copies for operand in operands) + loads
 
 
 def prepare(

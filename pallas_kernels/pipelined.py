@@ -111,6 +111,8 @@ def launch(
   scratch = dict(
       lhs_slots=lhs.slots(num_stages),
       rhs_slots=rhs.slots(num_stages),
-      full=plgpu.Barrier(num_arrivals=call.prepared.num_copies, num_barriers=num_stages),
+      full=plgpu.Barrier(
+          num_arrivals=call.prepared.num_arrivals, num_barriers=num_stages
+      ),
   )
   return call(_kernel, name=NAME, scratch=scratch, grid=grid.num_tiles, num_wgs=1)

@@ -3,7 +3,7 @@
 Roles and barriers, for a ring of S slots:
 
   barrier      arrives                                  waits
-  full[t,s]    the TMA copies of lhs and rhs            consumers, before wgmma
+  full[t,s]    the TMA copies, what registers loaded    consumers, before wgmma
   empty[t,s]   each consumer, one step after its wgmma  the producer, before TMA
 
 Steps are numbered without a break over all tiles of a CTA (step = local tile *
@@ -27,7 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import lhs_registers, operand_tiles
+from pallas_kernels import lhs_registers, operand_tiles, register_loads
 from pallas_kernels.problem import ALONG_M, ALONG_N
 
 # What a thread keeps, by the number of consumers: all CTA's threads share 64 K.
@@ -92,7 +92,7 @@ class Ring:
         "lhs_slots": self.lhs.slots(self.num_stages),
         "rhs_slots": self.rhs.slots(self.num_stages),
         "full": plgpu.Barrier(
-            num_arrivals=self.prepared.num_copies, num_barriers=num_barriers
+            num_arrivals=self.prepared.num_arrivals, num_barriers=num_barriers
         ),
         "empty": empty,
     }
@@ -132,13 +132,18 @@ class Ring:
           (self.lhs, lhs_gmem, refs["lhs_slots"], m, ALONG_N, self.lhs_shared),
           (self.rhs, rhs_gmem, refs["rhs_slots"], n, ALONG_M, self.rhs_shared),
       ]
-      # What TMA copies is under way while registers load the rest.
-      for operand, gmem, slots, mn, axis, ctas in sorted(
-          loads, key=lambda load: load[0].way == "loads"
-      ):
+      by_registers = []  # TMA's copies are under way while registers load the rest.
+      for operand, gmem, slots, mn, axis, ctas in loads:
+        if operand.way == "loads":
+          by_registers.append(operand.by_registers(gmem, slots, slot, mn=mn, **at))
+          continue
         shared = dict(collective_axes=(axis,), cluster=ctas) if ctas > 1 else {}
         for part in range(operand.num_parts):
           operand.load(gmem, slots, slot, full, mn=mn, part=part, **at, **shared)
+      if by_registers:
+        register_loads.load(*by_registers)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(full)
 
     count = lax.div(self.k_steps - first + turns - 1, turns)
     lax.fori_loop(jnp.int32(0), count, load, None)

@@ -199,7 +199,7 @@ def launch(
   scratch: dict[str, Any] = dict(
       lhs_slots=lhs.slots(num_stages),
       rhs_slots=rhs.slots(num_stages),
-      full=plgpu.Barrier(num_arrivals=prepared.num_copies, num_barriers=num_stages),
+      full=plgpu.Barrier(num_arrivals=prepared.num_arrivals, num_barriers=num_stages),
   )
   if config.cached_output:
     scratch |= call.epilogue.scratch()
