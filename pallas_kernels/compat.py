@@ -18,10 +18,16 @@ from jax._src import dispatch as _dispatch
 from jax._src import sharding_impls as _sharding_impls
 from jax._src.interpreters import mlir as _mlir
 from jax._src.lax import lax as _lax
+from jax._src.pallas.mosaic_gpu import core as _gpu_core
+from jax._src.pallas.mosaic_gpu import lowering as _lowering
+from jax._src.pallas.mosaic_gpu import primitives as _primitives
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as _interpret
+from jax._src.state import primitives as _state
 from jax.experimental.mosaic.gpu import dialect as _dialect
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.core import Primitive
 from jax.extend.mlir import ir
+from jaxlib.mlir.dialects import llvm
 
 # -- GPU interpret mode ------------------------------------------------------------
 
@@ -72,6 +78,40 @@ def run_interpreted(fun: Callable[[plgpu.InterpretGPUParams], Any]) -> Any:
 def by_instruction(x, name: str):
   """A PTX instruction of one float32 operand, of each element of a FragmentedArray."""
   return x._pointwise(x._lift_fast_instr(name))
+
+
+# -- Barriers ----------------------------------------------------------------------
+
+_barrier_address_p = Primitive("barrier_address")
+
+
+def barrier_address(barrier) -> jax.Array:
+  """Where one of a kernel's barriers lies in shared memory: int32.
+
+  For code inside `plgpu.inline_mgpu`, which takes no barriers.
+  """
+  barrier, transforms = _state.get_ref_and_transforms(barrier, None, "barrier_address")
+  flat, tree = jax.tree.flatten(transforms)
+  return _barrier_address_p.bind(barrier, *flat, tree=tree)
+
+
+def _lower_barrier_address(ctx, barrier, *flat, tree):
+  index = _primitives._get_barrier_base_index(ctx.avals_in[0], tree.unflatten(flat))
+  if index is not None:
+    barrier = barrier[index]
+  return llvm.ptrtoint(ir.IntegerType.get_signless(32), barrier.get_ptr())
+
+
+_barrier_address_p.def_effectful_abstract_eval(
+    lambda *_, tree: (jax.core.ShapedArray((), "int32"), {_gpu_core._memory_effect})
+)
+for _semantics in (
+    _gpu_core.LANExWG_SEMANTICS, _gpu_core.LANExWARP_SEMANTICS,
+    _gpu_core.WGxWG_SEMANTICS, _gpu_core.WGxWARP_SEMANTICS,
+):
+  _lowering.register_lowering_rule(_barrier_address_p, *_semantics)(
+      _lower_barrier_address
+  )
 
 
 # -- Primitives and sharding -------------------------------------------------------

@@ -144,6 +144,7 @@ class Epilogue:
   divided: bool = True  # Into pieces that have nothing in common.
   transposed: bool = False
   scales: Scales | None = None
+  interleaved: bool = False  # Whether rows of a sum stand for others: `skewed.row_of`.
 
   @property
   def bias_cols(self) -> int:
@@ -268,7 +269,9 @@ class Epilogue:
   def _store_piece(self, piece, out_gmem, slots, *, wg, index, row, col, stored):
     piece = piece.astype(jnp.dtype(self.problem.out_dtype))
     if self.out.way == "masked":
-      register_stores.store(piece, slots.at[wg], out_gmem, row, col)
+      register_stores.store(
+          piece, slots.at[wg], out_gmem, row, col, interleaved=self.interleaved
+      )
       return
     tma, registers = self.out.views(slots)
     slot = index % NUM_SLOTS
@@ -323,7 +326,7 @@ class Epilogue:
 @functools.lru_cache(maxsize=1024)  # A plan asks for the same few again and again.
 def epilogues(
     problem: Problem, wg_tile_n: int, num_wgs: int, *, emulated: bool,
-    transposed: bool = False, by_registers: bool = False,
+    transposed: bool = False, by_registers: bool = False, interleaved: bool = False,
 ) -> tuple[Epilogue, ...]:
   """Epilogues of pieces of several sizes, where those do not divide the tile; or one.
 
@@ -342,7 +345,7 @@ def epilogues(
         )
         for rows in _piece_rows(wg_tile_n)
     )
-  masked = by_registers or problem.n % tiles.tma_stride_elems(dtype)
+  masked = by_registers or interleaved or problem.n % tiles.tma_stride_elems(dtype)
   way, itemsize = "masked" if masked and not emulated else copied, problem.out_itemsize
   least = itemsize
   if c_dtype is not None:  # A wider c takes narrower pieces: both have the same columns.
@@ -355,7 +358,7 @@ def epilogues(
     found.append(Epilogue(
         problem, Staging(way, dtype, cols, num_wgs),
         None if c_dtype is None else Staging(copied, c_dtype, cols, num_wgs),
-        divided=wg_tile_n % cols == 0,
+        divided=wg_tile_n % cols == 0, interleaved=interleaved,
     ))
   return tuple(found)
 

@@ -2,7 +2,7 @@
 
 Shared memory that wgmma reads is swizzled by 128 bytes and tiled by 8 rows x 128 bytes
 (by 64 bytes the rhs of lhs that is split in registers). An operand gets there in one of
-four ways (`Operand.way`):
+five ways (`Operand.way`):
 
   flat     k-major operands: one TMA copy of rank 2 into an untiled view of the
            slot. A slot is exactly 128 bytes wide, so that both views have the
@@ -15,6 +15,8 @@ four ways (`Operand.way`):
            `n_major`).
   loads    operands that fit in no other way, where the config says so: the producer
            loads them through registers (see `register_loads`).
+  skewed   lhs that fits in none of the first three, where the config says so: TMA
+           copies it skewed, and consumers take it from there (see `skewed`).
 
 The first three want a row stride that is a multiple of 16 bytes; flat and chunks
 serve any size, as TMA fills what lies outside with zeros. `prepare` pads the
@@ -35,7 +37,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import n_major, pads, register_loads, tiles
+from pallas_kernels import n_major, pads, register_loads, skewed, tiles
 from pallas_kernels.problem import Problem
 
 Ref = Any  # A Pallas reference.
@@ -84,12 +86,19 @@ class Operand:
 
   @property
   def num_copies(self) -> int:
-    """TMA copies that bring a tile; each arrives on the slot's barrier."""
+    """TMA copies that bring a tile, by their arrivals on the slot's barrier."""
     if self.way == "loads":
       return 0
+    if self.way == "skewed":
+      return 1
     if self.way == "chunks":
       return self.num_parts * self._num_chunks
     return self.num_parts * self.num_arrays * len(self._boxes)
+
+  @property
+  def interleaves(self) -> bool:
+    """Whether rows of a sum stand for others: see `skewed.row_of`."""
+    return self.way == "skewed" and self.k_major
 
   @property
   def slot_mn(self) -> int:
@@ -121,6 +130,8 @@ class Operand:
 
   def slots(self, num_slots: int) -> Any:
     """Scratch type of `num_slots` slots in shared memory, each a tile of each part."""
+    if self.way == "skewed":
+      return plgpu.SMEM((num_slots, *self._skewed(0).slot_shape), jnp.dtype(self.dtype))
     num_slots *= self.num_parts
     width = tiles.swizzle_elems(self.dtype)
     shape = {
@@ -144,8 +155,13 @@ class Operand:
 
     With `collective_axes` the `cluster` CTAs along them load a part each, for all.
     """
-    slots = self._views(slots)[0]
     batch = batch if self.batched else 0
+    if self.way == "skewed":
+      rows, (row, col) = (self.mn, (mn, k)) if self.k_major else (self.k, (k, mn))
+      tile = self._skewed(gmem[0].size // (self.k if self.k_major else self.mn))
+      tile.load(gmem[0], slots.at[slot], barrier, batch * rows + row, col)
+      return
+    slots = self._views(slots)[0]
     slot, size = slot * self.num_parts + part, self.array_mn
 
     def copy(array, dst, rows, cols):
@@ -195,6 +211,15 @@ class Operand:
   def _tile_as_stored(self) -> tuple[int, int]:
     tile = self.slot_mn, self.tile_k
     return tile if self.k_major else tile[::-1]
+
+  def _skewed(self, num_rows: int) -> skewed.Skewed:
+    """The tiles of this operand's `num_rows` rows, those of all products."""
+    cols = self.k if self.k_major else self.mn
+    return skewed.Skewed(num_rows, cols, self.tile_mn, self.k_major, self.dtype)
+
+  def fragments(self, slots: Ref, slot, start) -> jax.Array:
+    """64 of mn from `start` on, in registers, of an operand that came skewed."""
+    return self._skewed(0).fragments(slots.at[slot], start)
 
   def parts(self, size: int) -> tuple[tuple[int, int], ...]:
     """(start, size) of the wgmma that share `size` of mn; rows need not be shared."""
@@ -399,6 +424,8 @@ def prepare(
     pad_for.append(None)
     if by_registers and not emulated:
       its_way = "loads"
+    elif is_lhs and getattr(config, "skew", False) and not emulated:
+      its_way, its = "skewed", tuple(x.reshape(-1) for x in its)
     elif needs_padding(*its[0].shape[1:], dtype, its_way):
       if takes_loads(problem, config) and not emulated:
         its_way = "loads"
@@ -416,6 +443,14 @@ def prepare(
     )
   by_kernel = not emulated and problem.dtype != "float32"  # Those are rounded anyway.
   return Prepared(*pad_all(arrays, dtypes, pad_for, by_kernel=by_kernel), *found)
+
+
+def multiply_fragments(acc: Ref, lhs: jax.Array, prepared: Prepared, slots: Ref, slot):
+  """acc += 64 rows of lhs in registers times all columns of a slot of rhs."""
+  rhs = prepared.rhs_operand
+  for first, size in rhs.parts(acc.shape[1]):
+    part = acc if size == acc.shape[1] else acc.at[:, pl.ds(first, size)]
+    plgpu.wgmma(part, lhs, rhs.view(slots, slot, first, size))
 
 
 def multiply(

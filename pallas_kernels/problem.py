@@ -331,6 +331,8 @@ class PersistentConfig:
       ordinary float32 registers; 0: only at the end (see `accumulate`, `parts`).
     pad: what becomes of operands that TMA cannot take: a pass pads them, or else
       the producer loads them through registers (see `register_loads`).
+    skew: lhs that TMA cannot stride over is copied skewed, and goes to wgmma through
+      the consumers' registers (see `skewed`); rhs may need a pass that pads it.
     swap: multiply transposed: tile_m and cluster_m then count columns of the result,
       tile_n and cluster_n its rows, of which wgmma takes any multiple of 16.
     float16_parts: form products of algorithm bf16_x6 from three of float16 parts,
@@ -352,6 +354,7 @@ class PersistentConfig:
   grid_width: int = 8
   promote: int = 0
   pad: bool = True
+  skew: bool = False
   swap: bool = False
   float16_parts: bool = False
   split_lhs: bool = False

@@ -21,17 +21,20 @@ import jax.numpy as jnp
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
-from pallas_kernels import tiles
-from pallas_kernels.integers import const64, i32, i32_type, i64, i64_address
+from pallas_kernels import skewed, tiles
+from pallas_kernels.integers import const64, i32, i32_type, i64, i64_address, less
 
 MAX_BYTES = 16  # That a thread stores at once.
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 Ref = Any
 
 
-def store(piece, slot: Ref, out_gmem: Ref, row, col) -> None:
+def store(
+    piece, slot: Ref, out_gmem: Ref, row, col, *, interleaved: bool = False
+) -> None:
   """Stores a piece [rows, cols] at (row, col) of an array [num_rows, num_cols].
 
+  `interleaved` says that row i of its 64 is the array's row + `skewed.row_of(i)`.
   `slot` is a piece of shared memory of its shape, or with a longer row pitch that is
   a multiple of 16 bytes. `col` is a multiple of 16.
   """
@@ -68,14 +71,23 @@ def store(piece, slot: Ref, out_gmem: Ref, row, col) -> None:
         words.load(slot_address, i * step * pitch * itemsize) for i in range(rows // step)
     ]
     out_row, out_col = arith.addi(row, first_row), arith.addi(col, lane_col)
-    element = arith.addi(arith.muli(i64(out_row), const64(num_cols)), i64(out_col))
-    address = arith.addi(
-        i64_address(mgpu.utils.memref_ptr(out)),
-        arith.muli(element, const64(itemsize)),
-    )
+
+    def address_of(out_row):
+      element = arith.addi(arith.muli(i64(out_row), const64(num_cols)), i64(out_col))
+      return arith.addi(
+          i64_address(mgpu.utils.memref_ptr(out)),
+          arith.muli(element, const64(itemsize)),
+      )
+
+    address = address_of(out_row)
     in_cols = arith.cmpi(arith.CmpIPredicate.slt, out_col, i32(num_cols))
     left = arith.select(in_cols, arith.subi(i32(num_rows), out_row), i32(0))
     for i, values in enumerate(found):
+      if interleaved:
+        at = arith.addi(row, skewed.row_of(arith.addi(first_row, i32(i * step))))
+        inside = arith.andi(in_cols, less(at, num_rows))
+        words.store(address_of(at), 0, values, inside)
+        continue
       inside = arith.cmpi(arith.CmpIPredicate.sgt, left, i32(i * step))
       words.store(address, i * step * num_cols * itemsize, values, inside)
 

@@ -153,6 +153,11 @@ class Ring:
 
     This warpgroup's share of them begins at `lhs_start` and `rhs_start`.
     """
+    if self.lhs.way == "skewed":
+      self._consume_skewed(
+          acc, refs, first_step=first_step, num_steps=num_steps, start=lhs_start
+      )
+      return
     slots = refs["lhs_slots"], refs["rhs_slots"]
 
     def multiply(i, _):
@@ -169,6 +174,23 @@ class Ring:
 
     lax.fori_loop(jnp.int32(0), jnp.int32(num_steps), multiply, None)
     self.finish(refs, step=first_step + num_steps - 1)
+
+  def _consume_skewed(self, acc, refs, *, first_step, num_steps, start):
+    """The same. No wgmma is in flight while registers are loaded for the next.
+
+    ptxas would have each wait for the last; another consumer's are in flight meanwhile.
+    """
+
+    def multiply(i, _):
+      step = first_step + i
+      plgpu.barrier_wait(self._barrier(refs["full"], step))
+      slot = self._slot(step)
+      lhs = self.lhs.fragments(refs["lhs_slots"], slot, start)
+      operand_tiles.multiply_fragments(acc, lhs, self.prepared, refs["rhs_slots"], slot)
+      plgpu.wgmma_wait(0)
+      plgpu.barrier_arrive(self._barrier(refs["empty"], step))
+
+    lax.fori_loop(jnp.int32(0), jnp.int32(num_steps), multiply, None)
 
   def consume_step(
       self, accs, refs, *, step, is_first, groups, in_flight, lhs_start, rhs_start

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import dataclasses
 import math
 
-from pallas_kernels import accumulate, lhs_registers, parts, scales, tiles
+from pallas_kernels import accumulate, lhs_registers, parts, scales, skewed, tiles
 from pallas_kernels import epilogue as epilogues
 from pallas_kernels import ring as rings
 from pallas_kernels.problem import PersistentConfig, Problem
@@ -75,6 +75,7 @@ def check_config(problem: Problem, config: PersistentConfig) -> str | None:
   product, split = multiplied(problem, config), parts.of(problem, config)
   return (
       _check_loads(problem, config)
+      or _check_skew(problem, config)
       or check_swap(problem, config)
       or _check_tile(product, config)
       or accumulate.check(
@@ -106,6 +107,27 @@ def _check_loads(problem: Problem, config: PersistentConfig) -> str | None:
         f"pad=False: sums of {config.tile_m}x{config.tile_n} leave too few registers"
         " to load with"
     )
+  return None
+
+
+def _check_skew(problem: Problem, config: PersistentConfig) -> str | None:
+  """Why lhs cannot come skewed, or None."""
+  if not config.skew:
+    return None
+  product = multiplied(problem, config)
+  if (reason := skewed.check(product, config)) is not None:
+    return reason
+  for name, wanted in (("pad", True), ("swap", False), ("cluster_n", 1)):
+    if getattr(config, name) != wanted:
+      return f"{name}={getattr(config, name)}: skew=True takes {wanted}"
+  wg_m, wg_n = wg_tile(config)
+  if wg_m != skewed.ROWS or wg_n != config.tile_n:
+    return f"skew=True: each consumer takes {skewed.ROWS} rows of a tile, all columns"
+  if product.rhs_layout == "n-major" and wg_n % tiles.swizzle_elems(product.dtype):
+    return f"tile_n={wg_n}: skew=True takes whole blocks of an n-major rhs"
+  epilogue = problem.epilogue
+  if epilogue.gated or epilogue.has_c or epilogue.scaling != "none":
+    return "skew=True excludes c, scales and gated products"
   return None
 
 
@@ -192,7 +214,8 @@ def _epilogue(
   if config.split_lhs and config.swap:  # The transposed product, stored as it is.
     problem, transposed = problem.transposed, False
   return epilogues.make_epilogue(
-      problem, cols, config.consumers, emulated=False, transposed=transposed, room=room
+      problem, cols, config.consumers, emulated=False, transposed=transposed, room=room,
+      interleaved=config.skew and multiplied(problem, config).lhs_layout == "k-major",
   )
 
 
@@ -209,7 +232,11 @@ def slot_bytes(problem: Problem, config: PersistentConfig) -> int:
   """Shared memory of one slot of the ring."""
   if config.split_lhs:
     return lhs_registers.slot_bytes(config)
-  split = parts.of(problem, config)
+  split, product = parts.of(problem, config), multiplied(problem, config)
+  if config.skew:
+    rhs = 2 * config.tile_k * tiles.round_up(config.tile_n, tiles.rhs_block(product))
+    k_major = product.lhs_layout == "k-major"
+    return skewed.slot_bytes(config.tile_m, k_major=k_major) + rhs
   num_parts = split.count if split else 1
   return tiles.slot_bytes(
       multiplied(problem, config), config.tile_m, config.tile_n, config.tile_k,

@@ -1,0 +1,299 @@
+"""lhs whose rows TMA cannot stride over, brought by TMA all the same, skewed.
+
+TMA wants rows that begin a multiple of 16 bytes apart, and windows that begin at such
+an address. Every eighth row of any 16-bit array does begin so, counted from the first
+of them. So TMA sees eight arrays, of the rows j, j + 8, j + 16, ...; each begins at the
+last 16 bytes before its first element, up to 7 elements early: its skew. A tile comes
+in eight copies, a window of each, wide enough for what the skew takes. The last of the
+elements that TMA sees of a row is the row's own last: what lies beyond k is zeros.
+
+wgmma reads no such tile. Its lhs may be registers, though, and these are loaded element
+by element, each from its place. (rhs may not: it has another way, or operands change
+places.) Of a slot [8, tile rows / 8, pitch], without swizzle:
+
+  k-major   a warp takes the rows of two of the eight arrays, 8 of each, so that the
+            threads of a load read 8 rows of one skew: the rows of an accumulator stand
+            for others of its 64, see `row_of`
+  m-major   a thread takes k from two of the eight arrays, its neighbours from others;
+            each two windows begin 16 bytes earlier than the two before, as all rows
+            would begin in the same bank
+
+Source: the fragments are those of the PTX manual for wgmma's matrix A in registers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu.launch_context import MemRefTransform
+from jax.experimental.pallas import mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, memref, vector
+import numpy as np
+
+from pallas_kernels import compat, tiles
+from pallas_kernels.integers import i32
+
+ARRAYS = 8  # Rows of 16-bit elements that lie so many apart are aligned alike.
+TILE_K = 64
+ROWS = 64  # Of a consumer, and of what it multiplies at once.
+_UNIT = 8  # Elements in 16 bytes.
+_MAX_BOX = 256  # Elements of a row that TMA copies.
+_SCALAR = plgpu.Layout.WG_SPLAT(())
+Ref = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Window(MemRefTransform):
+  """Shows TMA a part of a flat array as [rows, cols], and has it copy a box of that.
+
+  Attributes:
+    offset: of the first element.
+    rows, cols, pitch: what TMA sees; rows begin `pitch` elements apart.
+    box: rows and columns that it copies.
+    start: where the box begins.
+  """
+
+  offset: int
+  rows: int
+  cols: int
+  pitch: int
+  box: tuple[int, int]
+  start: tuple[Any, Any] = dataclasses.field(compare=False)  # No part of TMA's map.
+
+  def apply(self, ref: ir.Value) -> ir.Value:
+    flat = ir.MemRefType(ref.type)
+    layout = ir.StridedLayoutAttr.get(self.offset, [self.pitch, 1])
+    seen = ir.MemRefType.get(
+        (self.rows, self.cols), flat.element_type, layout, flat.memory_space
+    )
+    return memref.reinterpret_cast(
+        seen, ref, [], [], [], static_offsets=[self.offset],
+        static_sizes=[self.rows, self.cols], static_strides=[self.pitch, 1],
+    )
+
+  def transform_index(self, idx):
+    return self.start
+
+  def transform_shape(self, shape):
+    return self.box
+
+  def transform_gmem_shape(self, shape):
+    return self.rows, self.cols
+
+  def transform_strides(self, strides):
+    return self.pitch, 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Skewed:
+  """Tiles of an array of 16-bit elements.
+
+  Attributes:
+    rows, cols: of the array as it is stored, those of all products.
+    tile_m: rows of the product that a tile has.
+    k_major: whether a row holds elements of k, else of m.
+    dtype: by name.
+  """
+
+  rows: int
+  cols: int
+  tile_m: int
+  k_major: bool
+  dtype: str
+
+  @property
+  def slot_shape(self) -> tuple[int, int, int]:
+    """Of one tile in shared memory: window, row, element."""
+    rows, cols = (self.tile_m, TILE_K) if self.k_major else (TILE_K, self.tile_m)
+    return ARRAYS, rows // ARRAYS, cols + _UNIT + self._lead(ARRAYS - 1)
+
+  def _skew(self, array: int) -> int:
+    """Elements by which TMA's view begins before the array."""
+    return array * self.cols % _UNIT
+
+  def _lead(self, array: int) -> int:
+    """Elements by which a window begins before the tile."""
+    return 0 if self.k_major else array // 2 * _UNIT
+
+  def _window(self, array: int, row, col) -> _Window:
+    """What TMA copies of one of the arrays, its row `row` first."""
+    skew = self._skew(array)
+    return _Window(
+        array * self.cols - skew, tiles.cdiv(self.rows - array, ARRAYS),
+        self.cols + skew, ARRAYS * self.cols, self.slot_shape[1:],
+        (row, arith.subi(col, _index(self._lead(array)))),
+    )
+
+  def load(self, gmem: Ref, slot: Ref, barrier: Ref, row, col) -> None:
+    """Starts the copies of the tile at (row, col), which arrive on `barrier` as one.
+
+    One warp calls. `gmem` is flat; row and col are multiples of 8.
+    """
+    num_bytes = 2 * math.prod(self.slot_shape)
+    num_elements = math.prod(self.slot_shape[1:])
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.RefType(), _SCALAR, _SCALAR, _SCALAR)
+    )
+    def copy(context, gmem, slot, address, row, col):
+      address, row, col = (x.registers.item() for x in (address, row, col))
+      index = ir.IndexType.get()
+      row = arith.index_cast(index, arith.shrui(row, i32(3)))
+      col = arith.index_cast(index, col)
+      one_lane = mgpu.utils.single_thread_predicate(mgpu.utils.ThreadSubset.WARP)
+      # Pallas has a barrier wait for each thread of a warpgroup.
+      mgpu.utils.inline_ptx(
+          f"mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [$0], {num_bytes};", address,
+          predicate=one_lane, has_side_effects=True,
+      )
+      mgpu.utils.inline_ptx(
+          f"mbarrier.arrive.shared::cta.b64 _, [$0], {tiles.WG_THREADS};", address,
+          predicate=one_lane, has_side_effects=True,
+      )
+      pointer = llvm.inttoptr(ir.Type.parse("!llvm.ptr<3>"), address)
+      barrier = mgpu.utils.BarrierRef(pointer, i32(0), None, 1)
+      for array in range(ARRAYS):
+        context.async_copy(
+            src_ref=gmem, dst_ref=mgpu.utils.memref_slice(slot, array),
+            gmem_slice=(mgpu.utils.ds(_index(0), num_elements),),
+            gmem_transform=(self._window(array, row, col),), barrier=barrier,
+            arrive=False, predicate=one_lane,
+        )
+
+    copy(gmem, slot, compat.barrier_address(barrier), jnp.int32(row), jnp.int32(col))
+
+  def fragments(self, slot: Ref, start) -> jax.Array:
+    """64 rows of the tile from `start` on, [64, 64] of (m, k), as wgmma takes them."""
+    dtype = jnp.dtype(self.dtype)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), _SCALAR),
+        return_type=plgpu.ShapeDtypeStruct(
+            (ROWS, TILE_K), dtype, layout=plgpu.Layout.WGMMA
+        ),
+    )
+    def load(_, slot, start):
+      start = start.registers.item()
+      pair = ir.VectorType.get((2,), ir.MemRefType(slot.type).element_type)
+      read = self._from_rows if self.k_major else self._from_columns
+      registers = np.empty((TILE_K // 8 * 2,), dtype=object)
+      for i, word in enumerate(read(slot, start)):
+        word = vector.broadcast(ir.VectorType.get((1,), word.type), word)
+        registers[i] = vector.bitcast(pair, word)
+      layout = mgpu.WGMMA_LAYOUT
+      return mgpu.FragmentedArray(
+          _registers=registers.reshape(layout.registers_shape((ROWS, TILE_K))),
+          _layout=layout, _is_signed=None,
+      )
+
+    return load(slot, jnp.int32(start))
+
+  def _from_rows(self, slot, start) -> list[ir.Value]:
+    """A thread's words of k-major rows: two neighbours of k each."""
+    warp, group, lane = _thread()
+    _, rows, pitch = self.slot_shape
+    row = arith.addi(arith.shrui(start, i32(3)), group)
+    bases = []
+    for half in range(2):
+      array = arith.addi(arith.shli(warp, i32(1)), i32(half))
+      element = arith.addi(
+          arith.muli(arith.addi(arith.muli(array, i32(rows)), row), i32(pitch)),
+          arith.addi(self._skew_of(array), arith.shli(lane, i32(1))),
+      )
+      bases.append(_address(slot, element))
+    return [
+        _load_pair(bases[half], 16 * block, bases[half], 16 * block + 2)
+        for block in range(TILE_K // 8) for half in range(2)
+    ]
+
+  def _from_columns(self, slot, start) -> list[ir.Value]:
+    """The same of m-major ones, rows of k: the two come from two of the arrays."""
+    warp, group, lane = _thread()
+    _, rows, pitch = self.slot_shape
+    col = arith.addi(start, arith.addi(arith.shli(warp, i32(4)), group))
+    bases = []
+    for odd in range(2):
+      array = arith.addi(arith.shli(lane, i32(1)), i32(odd))
+      lead = arith.shli(lane, i32(3))  # As `_lead` says: array // 2 units.
+      element = arith.addi(
+          arith.muli(arith.muli(array, i32(rows)), i32(pitch)),
+          arith.addi(arith.addi(self._skew_of(array), lead), col),
+      )
+      bases.append(_address(slot, element))
+    return [
+        _load_pair(
+            bases[0], 2 * (block * pitch + 8 * half),
+            bases[1], 2 * (block * pitch + 8 * half),
+        )
+        for block in range(TILE_K // 8) for half in range(2)
+    ]
+
+  def _skew_of(self, array: ir.Value) -> ir.Value:
+    return arith.andi(arith.muli(array, i32(self.cols % _UNIT)), i32(_UNIT - 1))
+
+
+def row_of(row: ir.Value) -> ir.Value:
+  """The row of 64 for which a row of the accumulator stands, of k-major lhs."""
+  return arith.addi(
+      arith.shli(arith.andi(row, i32(ARRAYS - 1)), i32(3)), arith.shrui(row, i32(3))
+  )
+
+
+def slot_bytes(tile_m: int, *, k_major: bool) -> int:
+  """Shared memory of one tile."""
+  return 2 * math.prod(Skewed(0, 0, tile_m, k_major, "bfloat16").slot_shape)
+
+
+def check(problem, config) -> str | None:
+  """Why lhs of `problem`, which is what the kernel multiplies, cannot come so, or None.
+  """
+  k_major = problem.lhs_layout == "k-major"
+  rows, cols = problem.lhs_shape[1:]
+  if problem.itemsize != 2:
+    return f"skew=True: {problem.dtype} operands do not come so, 16-bit ones do"
+  if cols % _UNIT == 0:
+    return "skew=True: TMA strides over the rows of this lhs"
+  if rows < ARRAYS:
+    return f"skew=True: lhs has less than {ARRAYS} rows"
+  if problem.batch > 1 and problem.lhs_batched:
+    if rows % ARRAYS or (not k_major and rows % TILE_K):
+      return f"skew=True: tiles of {rows} rows would reach into the next product's"
+  if config.tile_m + _UNIT + 24 > _MAX_BOX and not k_major:
+    return f"tile_m={config.tile_m}: TMA copies {_MAX_BOX} elements of an m-major row"
+  if config.tile_k != TILE_K:
+    return f"tile_k={config.tile_k}: skew=True takes {TILE_K}"
+  return None
+
+
+def _thread() -> tuple[ir.Value, ir.Value, ir.Value]:
+  """(warp of the warpgroup, group of four lanes, lane of the group)."""
+  thread = arith.remui(mgpu.utils.thread_idx(), i32(tiles.WG_THREADS))
+  lane = arith.andi(thread, i32(31))
+  group, lane_of_group = arith.shrui(lane, i32(2)), arith.andi(lane, i32(3))
+  return arith.shrui(thread, i32(5)), group, lane_of_group
+
+
+def _index(value: int) -> ir.Value:
+  return arith.constant(ir.IndexType.get(), value)
+
+
+def _address(slot: ir.Value, element: ir.Value) -> ir.Value:
+  return mgpu.utils.getelementptr(
+      mgpu.utils.memref_ptr(slot), [arith.shli(element, i32(1))],
+      ir.IntegerType.get_signless(8),
+  )
+
+
+def _load_pair(low, low_offset: int, high, high_offset: int) -> ir.Value:
+  """A word of two 16-bit elements of shared memory."""
+  return mgpu.utils.inline_ptx(
+      f"{{ .reg .b16 low, high; ld.shared.b16 low, [$1 + {low_offset}];"
+      f" ld.shared.b16 high, [$2 + {high_offset}]; mov.b32 $0, {{low, high}}; }}",
+      low, high, result_types=ir.IntegerType.get_signless(32), has_side_effects=True,
+  )
