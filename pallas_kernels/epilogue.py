@@ -270,7 +270,8 @@ class Epilogue:
     piece = piece.astype(jnp.dtype(self.problem.out_dtype))
     if self.out.way == "masked":
       register_stores.store(
-          piece, slots.at[wg], out_gmem, row, col, interleaved=self.interleaved
+          piece, slots.at[wg], out_gmem, row, col, transposed=self.transposed,
+          interleaved=self.interleaved,
       )
       return
     tma, registers = self.out.views(slots)
@@ -337,17 +338,18 @@ def epilogues(
   """
   copied = "tiled" if emulated else "flat"
   dtype, c_dtype = problem.out_dtype, problem.epilogue.c_dtype
+  masked = by_registers or interleaved or problem.n % tiles.tma_stride_elems(dtype)
+  way = "masked" if masked and not emulated else copied
   if transposed:
     cols = tiles.swizzle_elems(dtype)
     return tuple(
         Epilogue(
-            problem, Staging(copied, dtype, cols, num_wgs, rows), None, transposed=True
+            problem, Staging(way, dtype, cols, num_wgs, rows), None, transposed=True,
+            interleaved=interleaved,
         )
         for rows in _piece_rows(wg_tile_n)
     )
-  masked = by_registers or interleaved or problem.n % tiles.tma_stride_elems(dtype)
-  way, itemsize = "masked" if masked and not emulated else copied, problem.out_itemsize
-  least = itemsize
+  itemsize = least = problem.out_itemsize
   if c_dtype is not None:  # A wider c takes narrower pieces: both have the same columns.
     c_itemsize = jnp.dtype(c_dtype).itemsize
     itemsize, least = max(c_itemsize, itemsize), min(c_itemsize, itemsize)

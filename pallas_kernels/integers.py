@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
@@ -40,3 +41,15 @@ def less(value, limit: int) -> ir.Value:
 
 def i64_address(pointer) -> ir.Value:
   return llvm.ptrtoint(ir.IntegerType.get_signless(64), pointer)
+
+
+def place_of_fragment() -> tuple[ir.Value, ir.Value, ir.Value]:
+  """(warp, row, pair of columns) that a thread has of a wgmma fragment's blocks.
+
+  A warp has 16 rows, in two blocks of 8 rows x 8 columns a step of columns.
+  """
+  thread = arith.andi(mgpu.utils.thread_idx(), i32(127))
+  lane = arith.andi(thread, i32(31))
+  return (
+      arith.shrui(thread, i32(5)), arith.shrui(lane, i32(2)), arith.andi(lane, i32(3))
+  )

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import fragmented_array, mma_utils
-from jax.experimental.mosaic.gpu.wgmma import wgmma_m64
+from jax.experimental.mosaic.gpu.wgmma import wgmma_fence, wgmma_m64
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, nvvm
@@ -32,7 +33,10 @@ _REGISTERS = fragmented_array.WGMMA_LAYOUT_ACC_32BIT
 Ref = Any
 
 
-def multiply(acc: Ref, lhs: Ref, rhs: Ref, *, k_major_lhs: bool, transforms) -> None:
+def multiply(
+    acc: Ref, lhs: Ref | jax.Array, rhs: Ref, *, k_major_lhs: bool, transforms,
+    in_registers: bool = False,
+) -> None:
   """acc += lhs @ rhs, of 16-bit operands in shared memory; one group of wgmma.
 
   Args:
@@ -42,32 +46,37 @@ def multiply(acc: Ref, lhs: Ref, rhs: Ref, *, k_major_lhs: bool, transforms) -> 
     rhs: [64, columns of the slot], or in chunks [chunks, 64, 64] of which each is [k, n].
     k_major_lhs: whether lhs is the first of the three.
     transforms: of both, in shared memory.
+    in_registers: whether lhs is an array [64, 64], no reference.
   """
   parts = tiles.instruction_columns(acc.shape[1])
+  lhs_type = plgpu.Layout.WGMMA if in_registers else plgpu.RefType(transforms)
 
   @plgpu.inline_mgpu(
-      arg_types=(
-          plgpu.Layout.WGMMA, plgpu.RefType(transforms), plgpu.RefType(transforms),
-      ),
+      arg_types=(plgpu.Layout.WGMMA, lhs_type, plgpu.RefType(transforms)),
       return_type=plgpu.ShapeDtypeStruct(
           acc.shape, acc.dtype, layout=plgpu.Layout.WGMMA
       ),
   )
   def issue(_, sums, lhs, rhs):
     layout, registers = sums.layout, sums.to_layout(_REGISTERS).registers.copy()
-    lhs = lhs if k_major_lhs else mgpu.memref_transpose(_blocks(lhs), (1, 0, 3, 2))
-    (lhs_begin, lhs_step), (lhs_apart, _), lhs_major = _descriptor(lhs, is_lhs=True)
+    if in_registers:
+      lhs = wgmma_fence(lhs)
+      lhs_of, facts = lambda _: lhs, dict(a_transpose=None, a_k_stride=None)
+    else:
+      lhs = lhs if k_major_lhs else mgpu.memref_transpose(_blocks(lhs), (1, 0, 3, 2))
+      (begin, step), (apart, _), major = _descriptor(lhs, is_lhs=True)
+      lhs_of = lambda group: _behind(begin, group * apart)
+      facts = dict(a_transpose=major != mma_utils.Dim.K, a_k_stride=step)
     (rhs_begin, rhs_step), (rhs_apart, _), _ = _descriptor(_blocks(rhs), is_lhs=False)
     dtype = ir.MemRefType(rhs.type).element_type
     for group in range(len(registers)):
       for start, size in parts:
         here = slice(group, group + 1), slice(start // 8, (start + size) // 8)
         registers[here] = wgmma_m64(
-            registers[here], _behind(lhs_begin, group * lhs_apart),
-            _behind(rhs_begin, start // _BLOCK_COLS * rhs_apart),
-            a_transpose=lhs_major != mma_utils.Dim.K, b_transpose=True,
-            a_k_stride=lhs_step, b_k_stride=rhs_step, n=size,
-            swizzle=tiles.SWIZZLE_BYTES, a_element_type=dtype, b_element_type=dtype,
+            registers[here], lhs_of(group),
+            _behind(rhs_begin, start // _BLOCK_COLS * rhs_apart), b_transpose=True,
+            b_k_stride=rhs_step, n=size, swizzle=tiles.SWIZZLE_BYTES,
+            a_element_type=dtype, b_element_type=dtype, **facts,
         )
     nvvm.wgmma_commit_group_sync_aligned()
     found = mgpu.FragmentedArray(

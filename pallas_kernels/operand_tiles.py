@@ -217,9 +217,14 @@ class Operand:
     cols = self.k if self.k_major else self.mn
     return skewed.Skewed(num_rows, cols, self.tile_mn, self.k_major, self.dtype)
 
-  def fragments(self, slots: Ref, slot, start) -> jax.Array:
-    """64 of mn from `start` on, in registers, of an operand that came skewed."""
-    return self._skewed(0).fragments(slots.at[slot], start)
+  def load_fragments(self, slots: Ref, slot, start) -> jax.Array:
+    """64 of mn from `start` on, of an operand that came skewed: for `skewed.fragments`.
+    """
+    return self._skewed(0).load_fragments(slots.at[slot], start)
+
+  def fragments(self, loaded: jax.Array) -> jax.Array:
+    """What `load_fragments` loaded, as wgmma takes it."""
+    return self._skewed(0).fragments(loaded)
 
   def parts(self, size: int) -> tuple[tuple[int, int], ...]:
     """(start, size) of the wgmma that share `size` of mn; rows need not be shared."""
@@ -448,6 +453,12 @@ def prepare(
 def multiply_fragments(acc: Ref, lhs: jax.Array, prepared: Prepared, slots: Ref, slot):
   """acc += 64 rows of lhs in registers times all columns of a slot of rhs."""
   rhs = prepared.rhs_operand
+  if not rhs.k_major:
+    n_major.multiply(
+        acc, lhs, rhs.stored(slots, slot, 0, rhs.slot_mn), k_major_lhs=True,
+        transforms=tiles.swizzled(rhs.dtype, rhs.swizzle), in_registers=True,
+    )
+    return
   for first, size in rhs.parts(acc.shape[1]):
     part = acc if size == acc.shape[1] else acc.at[:, pl.ds(first, size)]
     plgpu.wgmma(part, lhs, rhs.view(slots, slot, first, size))

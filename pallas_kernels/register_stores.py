@@ -19,10 +19,18 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith
+from jaxlib.mlir.dialects import arith, vector
 
 from pallas_kernels import skewed, tiles
-from pallas_kernels.integers import const64, i32, i32_type, i64, i64_address, less
+from pallas_kernels.integers import (
+  const64,
+  i32,
+  i32_type,
+  i64,
+  i64_address,
+  less,
+  place_of_fragment,
+)
 
 MAX_BYTES = 16  # That a thread stores at once.
 _SCALAR = plgpu.Layout.WG_SPLAT(())
@@ -30,15 +38,17 @@ Ref = Any
 
 
 def store(
-    piece, slot: Ref, out_gmem: Ref, row, col, *, interleaved: bool = False
+    piece, slot: Ref, out_gmem: Ref, row, col, *, transposed: bool = False,
+    interleaved: bool = False,
 ) -> None:
   """Stores a piece [rows, cols] at (row, col) of an array [num_rows, num_cols].
 
-  `interleaved` says that row i of its 64 is the array's row + `skewed.row_of(i)`.
+  With `transposed` the transposed piece. `interleaved` says that row i of its 64 is the
+  one that `skewed.row_of(i)` names.
   `slot` is a piece of shared memory of its shape, or with a longer row pitch that is
   a multiple of 16 bytes. `col` is a multiple of 16.
   """
-  rows, cols = piece.shape
+  rows, cols = piece.shape[::-1] if transposed else piece.shape
   itemsize = jnp.dtype(piece.dtype).itemsize
 
   @plgpu.inline_mgpu(
@@ -53,9 +63,12 @@ def store(
     width = _width(rows, cols, num_cols, itemsize)
     words = _Words(width * itemsize)
     mgpu.utils.warpgroup_barrier()  # The last piece has been read.
-    piece.store_untiled(
-        mgpu.utils.memref_slice(slot, (slice(None), slice(0, cols))), optimized=False
-    )
+    if transposed:
+      _write_transposed(piece, slot, pitch, interleaved=interleaved)
+    else:
+      piece.store_untiled(
+          mgpu.utils.memref_slice(slot, (slice(None), slice(0, cols))), optimized=False
+      )
     mgpu.utils.warpgroup_barrier()
     per_row = cols // width
     thread = arith.remui(mgpu.utils.thread_idx(), i32(tiles.WG_THREADS))
@@ -83,7 +96,7 @@ def store(
     in_cols = arith.cmpi(arith.CmpIPredicate.slt, out_col, i32(num_cols))
     left = arith.select(in_cols, arith.subi(i32(num_rows), out_row), i32(0))
     for i, values in enumerate(found):
-      if interleaved:
+      if interleaved and not transposed:
         at = arith.addi(row, skewed.row_of(arith.addi(first_row, i32(i * step))))
         inside = arith.andi(in_cols, less(at, num_rows))
         words.store(address_of(at), 0, values, inside)
@@ -94,10 +107,34 @@ def store(
   write(piece, slot, out_gmem, jnp.int32(row), jnp.int32(col))
 
 
+def _write_transposed(piece, slot, pitch: int, *, interleaved: bool) -> None:
+  """Writes a fragment's columns into the slot's rows."""
+  element = piece.mlir_dtype
+  itemsize = mgpu.bytewidth(element)
+  bits = ir.IntegerType.get_signless(8 * itemsize)
+  warp, group, lane = place_of_fragment()
+  for i, pair in enumerate(piece.registers.flat):
+    block, half = divmod(i, 2)
+    row = arith.addi(arith.addi(arith.shli(warp, i32(4)), group), i32(8 * half))
+    row = skewed.row_of(row) if interleaved else row
+    col = arith.shli(lane, i32(1))
+    place = arith.addi(arith.muli(col, i32(pitch)), row)
+    address = mgpu.utils.getelementptr(
+        mgpu.utils.memref_ptr(slot), [arith.muli(place, i32(itemsize))],
+        ir.IntegerType.get_signless(8),
+    )
+    for odd in range(2):
+      value = vector.extract(pair, dynamic_position=[], static_position=[odd])
+      mgpu.utils.inline_ptx(
+          f"st.shared.b{8 * itemsize} [$0 + {(8 * block + odd) * pitch * itemsize}], $1;",
+          address, arith.bitcast(bits, value), has_side_effects=True,
+      )
+
+
 def _width(rows: int, cols: int, num_cols: int, itemsize: int) -> int:
   """Elements that a thread stores at once."""
   width = MAX_BYTES // itemsize
-  while num_cols % width or cols % width or tiles.WG_THREADS * width > rows * cols:
+  while num_cols % width or cols % width or rows * cols % (tiles.WG_THREADS * width):
     width //= 2
   return width
 

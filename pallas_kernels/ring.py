@@ -176,21 +176,32 @@ class Ring:
     self.finish(refs, step=first_step + num_steps - 1)
 
   def _consume_skewed(self, acc, refs, *, first_step, num_steps, start):
-    """The same. No wgmma is in flight while registers are loaded for the next.
+    """The same, a slot's lhs on its way into registers while the one before multiplies.
 
-    ptxas would have each wait for the last; another consumer's are in flight meanwhile.
+    Its loads start before those wgmma do: where registers of a wgmma are written while
+    others are in flight, ptxas has each wait for the last.
     """
 
-    def multiply(i, _):
-      step = first_step + i
+    def load(step):
       plgpu.barrier_wait(self._barrier(refs["full"], step))
-      slot = self._slot(step)
-      lhs = self.lhs.fragments(refs["lhs_slots"], slot, start)
-      operand_tiles.multiply_fragments(acc, lhs, self.prepared, refs["rhs_slots"], slot)
+      return self.lhs.load_fragments(refs["lhs_slots"], self._slot(step), start)
+
+    def multiply(step, loaded, following=None):
+      lhs = self.lhs.fragments(loaded)
+      loaded = None if following is None else load(following)
+      operand_tiles.multiply_fragments(
+          acc, lhs, self.prepared, refs["rhs_slots"], self._slot(step)
+      )
       plgpu.wgmma_wait(0)
       plgpu.barrier_arrive(self._barrier(refs["empty"], step))
+      return loaded
 
-    lax.fori_loop(jnp.int32(0), jnp.int32(num_steps), multiply, None)
+    last = first_step + num_steps - 1
+    loaded = lax.fori_loop(
+        first_step, last, lambda step, loaded: multiply(step, loaded, step + 1),
+        load(first_step),
+    )
+    multiply(last, loaded)
 
   def consume_step(
       self, accs, refs, *, step, is_first, groups, in_flight, lhs_start, rhs_start

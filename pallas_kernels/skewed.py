@@ -37,13 +37,14 @@ from jaxlib.mlir.dialects import arith, llvm, memref, vector
 import numpy as np
 
 from pallas_kernels import compat, tiles
-from pallas_kernels.integers import i32
+from pallas_kernels.integers import i32, i32_type, place_of_fragment
 
 ARRAYS = 8  # Rows of 16-bit elements that lie so many apart are aligned alike.
 TILE_K = 64
 ROWS = 64  # Of a consumer, and of what it multiplies at once.
 _UNIT = 8  # Elements in 16 bytes.
 _MAX_BOX = 256  # Elements of a row that TMA copies.
+_SHAPE = (ROWS, TILE_K)
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 Ref = Any
 
@@ -168,35 +169,59 @@ class Skewed:
 
     copy(gmem, slot, compat.barrier_address(barrier), jnp.int32(row), jnp.int32(col))
 
-  def fragments(self, slot: Ref, start) -> jax.Array:
-    """64 rows of the tile from `start` on, [64, 64] of (m, k), as wgmma takes them."""
-    dtype = jnp.dtype(self.dtype)
+  def load_fragments(self, slot: Ref, start) -> jax.Array:
+    """64 rows of the tile from `start` on, for `fragments`: int32 [64, 64] of (m, k).
+
+    The loads are on their way when this returns. Each integer is one element, or the
+    first of each two is both.
+    """
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), _SCALAR),
-        return_type=plgpu.ShapeDtypeStruct(
-            (ROWS, TILE_K), dtype, layout=plgpu.Layout.WGMMA
-        ),
+        return_type=plgpu.ShapeDtypeStruct(_SHAPE, jnp.int32, layout=plgpu.Layout.WGMMA),
     )
     def load(_, slot, start):
       start = start.registers.item()
-      pair = ir.VectorType.get((2,), ir.MemRefType(slot.type).element_type)
       read = self._from_rows if self.k_major else self._from_columns
-      registers = np.empty((TILE_K // 8 * 2,), dtype=object)
-      for i, word in enumerate(read(slot, start)):
-        word = vector.broadcast(ir.VectorType.get((1,), word.type), word)
-        registers[i] = vector.bitcast(pair, word)
-      layout = mgpu.WGMMA_LAYOUT
-      return mgpu.FragmentedArray(
-          _registers=registers.reshape(layout.registers_shape((ROWS, TILE_K))),
-          _layout=layout, _is_signed=None,
-      )
+      return _array([_pair(i32_type(), words) for words in read(slot, start)], True)
 
     return load(slot, jnp.int32(start))
 
-  def _from_rows(self, slot, start) -> list[ir.Value]:
-    """A thread's words of k-major rows: two neighbours of k each."""
-    warp, group, lane = _thread()
+  def fragments(self, loaded: jax.Array) -> jax.Array:
+    """What `load_fragments` loaded, [64, 64] as wgmma takes it."""
+    dtype = jnp.dtype(self.dtype)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA,),
+        return_type=plgpu.ShapeDtypeStruct(_SHAPE, dtype, layout=plgpu.Layout.WGMMA),
+    )
+    def join(_, loaded):
+      pair_type = ir.VectorType.get((2,), mgpu.utils.dtype_to_ir_type(dtype))
+      found = []
+      for i, pair in enumerate(loaded.registers.flat):
+        word, high = (
+            vector.extract(pair, dynamic_position=[], static_position=[at])
+            for at in range(2)
+        )
+        if not self._is_whole(i % 2):
+          # With side effects: not moved in front of wgmma that are in flight.
+          word = mgpu.utils.inline_ptx(
+              "prmt.b32 $0, $1, $2, 0x5410;", word, high, result_types=i32_type(),
+              has_side_effects=True,
+          )
+        word = vector.broadcast(ir.VectorType.get((1,), i32_type()), word)
+        found.append(vector.bitcast(pair_type, word))
+      return _array(found, None)
+
+    return join(loaded)
+
+  def _is_whole(self, half: int) -> bool:
+    """Whether two elements of k lie in one word: the skew is even."""
+    return self.k_major and (half == 0 or self.cols % 2 == 0)
+
+  def _from_rows(self, slot, start) -> list[tuple[ir.Value, ir.Value]]:
+    """A thread's pairs of neighbours of k, of k-major rows."""
+    warp, group, lane = place_of_fragment()
     _, rows, pitch = self.slot_shape
     row = arith.addi(arith.shrui(start, i32(3)), group)
     bases = []
@@ -208,13 +233,14 @@ class Skewed:
       )
       bases.append(_address(slot, element))
     return [
-        _load_pair(bases[half], 16 * block, bases[half], 16 * block + 2)
+        (_load("b32", bases[half], 16 * block), i32(0)) if self._is_whole(half)
+        else tuple(_load("u16", bases[half], 16 * block + at) for at in (0, 2))
         for block in range(TILE_K // 8) for half in range(2)
     ]
 
-  def _from_columns(self, slot, start) -> list[ir.Value]:
+  def _from_columns(self, slot, start) -> list[tuple[ir.Value, ir.Value]]:
     """The same of m-major ones, rows of k: the two come from two of the arrays."""
-    warp, group, lane = _thread()
+    warp, group, lane = place_of_fragment()
     _, rows, pitch = self.slot_shape
     col = arith.addi(start, arith.addi(arith.shli(warp, i32(4)), group))
     bases = []
@@ -227,10 +253,7 @@ class Skewed:
       )
       bases.append(_address(slot, element))
     return [
-        _load_pair(
-            bases[0], 2 * (block * pitch + 8 * half),
-            bases[1], 2 * (block * pitch + 8 * half),
-        )
+        tuple(_load("u16", base, 2 * (block * pitch + 8 * half)) for base in bases)
         for block in range(TILE_K // 8) for half in range(2)
     ]
 
@@ -271,14 +294,6 @@ def check(problem, config) -> str | None:
   return None
 
 
-def _thread() -> tuple[ir.Value, ir.Value, ir.Value]:
-  """(warp of the warpgroup, group of four lanes, lane of the group)."""
-  thread = arith.remui(mgpu.utils.thread_idx(), i32(tiles.WG_THREADS))
-  lane = arith.andi(thread, i32(31))
-  group, lane_of_group = arith.shrui(lane, i32(2)), arith.andi(lane, i32(3))
-  return arith.shrui(thread, i32(5)), group, lane_of_group
-
-
 def _index(value: int) -> ir.Value:
   return arith.constant(ir.IndexType.get(), value)
 
@@ -290,10 +305,22 @@ def _address(slot: ir.Value, element: ir.Value) -> ir.Value:
   )
 
 
-def _load_pair(low, low_offset: int, high, high_offset: int) -> ir.Value:
-  """A word of two 16-bit elements of shared memory."""
+def _load(kind: str, address, offset: int) -> ir.Value:
   return mgpu.utils.inline_ptx(
-      f"{{ .reg .b16 low, high; ld.shared.b16 low, [$1 + {low_offset}];"
-      f" ld.shared.b16 high, [$2 + {high_offset}]; mov.b32 $0, {{low, high}}; }}",
-      low, high, result_types=ir.IntegerType.get_signless(32), has_side_effects=True,
+      f"ld.shared.{kind} $0, [$1 + {offset}];", address, result_types=i32_type(),
+      has_side_effects=True,
+  )
+
+
+def _pair(element: ir.Type, values) -> ir.Value:
+  """A vector of two."""
+  return vector.from_elements(ir.VectorType.get((2,), element), values)
+
+
+def _array(registers: list[ir.Value], is_signed: bool | None) -> mgpu.FragmentedArray:
+  layout, found = mgpu.WGMMA_LAYOUT, np.empty((len(registers),), dtype=object)
+  found[:] = registers
+  return mgpu.FragmentedArray(
+      _registers=found.reshape(layout.registers_shape(_SHAPE)), _layout=layout,
+      _is_signed=is_signed,
   )

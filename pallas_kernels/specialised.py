@@ -117,17 +117,17 @@ def _check_skew(problem: Problem, config: PersistentConfig) -> str | None:
   product = multiplied(problem, config)
   if (reason := skewed.check(product, config)) is not None:
     return reason
-  for name, wanted in (("pad", True), ("swap", False), ("cluster_n", 1)):
+  for name, wanted in (("pad", True), ("cluster_n", 1)):
     if getattr(config, name) != wanted:
       return f"{name}={getattr(config, name)}: skew=True takes {wanted}"
   wg_m, wg_n = wg_tile(config)
   if wg_m != skewed.ROWS or wg_n != config.tile_n:
     return f"skew=True: each consumer takes {skewed.ROWS} rows of a tile, all columns"
-  if product.rhs_layout == "n-major" and wg_n % tiles.swizzle_elems(product.dtype):
-    return f"tile_n={wg_n}: skew=True takes whole blocks of an n-major rhs"
   epilogue = problem.epilogue
   if epilogue.gated or epilogue.has_c or epilogue.scaling != "none":
     return "skew=True excludes c, scales and gated products"
+  if config.swap and epilogue.has_bias:
+    return "skew=True with swap=True excludes bias"
   return None
 
 
@@ -144,7 +144,7 @@ def check_swap(problem: Problem, config: PersistentConfig) -> str | None:
     return f"swap=True stores 16-bit results, not {problem.out_dtype}"
   if epilogue.has_c:
     return "swap=True excludes c"
-  if problem.n % tiles.tma_stride_elems(problem.out_dtype):
+  if problem.n % tiles.tma_stride_elems(problem.out_dtype) and not config.skew:
     return f"swap=True: TMA cannot store rows of n={problem.n} elements"
   return None
 
