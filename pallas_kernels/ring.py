@@ -188,10 +188,10 @@ class Ring:
 
     def multiply(step, loaded, following=None):
       lhs = self.lhs.fragments(loaded)
-      loaded = None if following is None else load(following)
       operand_tiles.multiply_fragments(
           acc, lhs, self.prepared, refs["rhs_slots"], self._slot(step)
       )
+      loaded = None if following is None else load(following)
       plgpu.wgmma_wait(0)
       plgpu.barrier_arrive(self._barrier(refs["empty"], step))
       return loaded
