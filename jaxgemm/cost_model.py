@@ -146,6 +146,8 @@ def _busy(work: Work, device: Device, model: Model) -> float:
     of_slot = (model.lhs_split, model.lhs_split_two, model.lhs_split_three)
     splitting = of_slot[config.consumers - 1] / work.num_products
     promotion = soft_max(matrix, splitting, model.beside) - matrix - bookkeeping
+  if work.skewed:
+    matrix += model.skew
   store = _store(work, model)
 
   def busy_with(together: int) -> float:
@@ -182,7 +184,7 @@ def _matrix(work: Work, device: Device, model: Model) -> float:
   if wg_n > tiles.WGMMA_COLS:
     matrix *= model.wide
   block = tiles.swizzle_elems(problem.dtype)
-  if wg_n > block and wg_n % block == 0:
+  if wg_n > block and wg_n % block == 0 and not work.skewed:
     if operand_tiles.ways(problem)[1] == "chunks":
       matrix *= model.chunks
   return matrix

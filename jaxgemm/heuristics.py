@@ -22,6 +22,7 @@ from pallas_kernels import (
   gemv,
   lhs_registers,
   parts,
+  skewed,
   specialised,
   tiles,
 )
@@ -104,6 +105,7 @@ _MOST_SHIFTED = 4  # k tiles that direct shifts; with six it took up to 6 times 
 _SPLITS_K = 1 << 19  # Elements of a result: of fewer, cuBLAS splits k.
 _LEAST_STAGES = 4  # Where consumers split lhs: one slot is split, one multiplied.
 _LEAST_HALVES = 1 << 17  # Elements of a result from float16 parts.
+_LEAST_SKEWED = 6e6  # Bytes of an operand: a pass over fewer takes less.
 _MAX_STAGES = 16
 _ENOUGH_STAGES = 4  # With fewer, one more may be worth smaller pieces of the result.
 # k tiles of 64 whose sum the tensor cores truncate by 1e-5: by no more than XLA's own
@@ -142,6 +144,20 @@ def _configs(problem: Problem, device: Device) -> Iterator[tuple[str, Config]]:
     for shape in tile_shapes.filling(product, device):
       if shape not in shapes:
         yield from _specialised(problem, product, device, (*shape, swap), splits=False)
+    yield from _skewed_configs(problem, product, device, swap)
+
+
+def _skewed_configs(
+    problem: Problem, product: Problem, device: Device, swap: bool
+) -> Iterator[tuple[str, Config]]:
+  """Those without a pass over a large lhs of `product`: the problem, or transposed."""
+  odd = product.lhs_shape[2] % tiles.tma_stride_elems(product.dtype)
+  if not odd or math.prod(product.lhs_shape) * product.itemsize < _LEAST_SKEWED:
+    return
+  for consumers in (1, 2):
+    for cols in tile_shapes.skewed(product, device, consumers):
+      shape = skewed.ROWS * consumers, cols, consumers, "m", swap
+      yield from _specialised(problem, product, device, shape, skew=True)
 
 
 def _direct_configs(

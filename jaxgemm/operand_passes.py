@@ -24,7 +24,10 @@ Pass = tuple[str, str, int]
 
 def passes(problem: Problem, config: Config) -> tuple[Pass, ...]:
   """The passes over operands that a config needs if it loads none through registers."""
-  return of_product(product_of(problem, config))
+  found = of_product(product_of(problem, config))
+  if getattr(config, "skew", False):
+    return tuple(each for each in found if each[1] != "lhs")
+  return found
 
 
 @functools.lru_cache(maxsize=1024)

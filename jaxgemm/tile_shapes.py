@@ -87,6 +87,21 @@ def filling(product: Problem, device: Device) -> list[Shape]:
   return sorted(found)  # In one order in every process, whatever the hashes of strings.
 
 
+def skewed(product: Problem, device: Device, consumers: int) -> list[int]:
+  """Columns of tiles of 64 rows a consumer that are worth weighing for skewed lhs.
+
+  All in one instruction, which registers feed: the fewest tiles of a round of the SMs,
+  or equal parts of the result.
+  """
+  found = {128, 192, 256}
+  if product.n <= _NARROW:
+    found |= _equal_parts(product)
+  for rows, cols, its_consumers, _ in filling(product, device):
+    if its_consumers == consumers and rows == 64 * consumers:
+      found.add(cols)
+  return sorted(cols for cols in found if cols <= tiles.WGMMA_COLS)
+
+
 def _equal_parts(product: Problem) -> set[int]:
   """Columns of tiles of which one to four cover those of a result."""
   parts = range(tiles.cdiv(product.n, specialised.MAX_TILE_N), 5)

@@ -37,6 +37,7 @@ class Work:
     scaled_parts: whether the parts are scaled, and how many operands XLA scales.
     row_bytes: of the result, as it is stored.
     masked: whether TMA cannot store it (rows begin 16 bytes apart there).
+    skewed: whether lhs comes skewed.
     promotes: whether consumers stop to add their sums to rounded ones.
   """
 
@@ -57,8 +58,10 @@ class Work:
 
     self.splits, self.cluster_k = _of(config, "splits"), _of(config, "cluster_k")
     self.sums = self.splits // self.cluster_k
+    self.skewed = bool(getattr(config, "skew", False))
+    interleaved = self.skewed and product.lhs_layout == "k-major"
     self.masked = self.sums == 1 and (
-        kernel == direct.NAME or self.row_bytes % 16 > 0
+        kernel == direct.NAME or self.row_bytes % 16 > 0 or interleaved
     )
     cluster_m, cluster_n = self.multicast
     self.cluster = cluster_m * cluster_n * self.cluster_k
@@ -77,7 +80,7 @@ class Work:
       self.loads = 1 / self.num_products, count / 2 / self.num_products
       self.weights = 2, count
 
-    self.passes, self.loaded = operand_passes.of_product(product), ()
+    self.passes, self.loaded = operand_passes.passes(problem, config), ()
     if kernel == direct.NAME:
       self.passes, self.loaded = (), ("lhs", "rhs")
     elif operand_tiles.takes_loads(product, config):

@@ -203,15 +203,9 @@ class Skewed:
             vector.extract(pair, dynamic_position=[], static_position=[at])
             for at in range(2)
         )
-        # With side effects: not moved in front of wgmma that are in flight.
-        if self._is_whole(i % 2):
+        if not self._is_whole(i % 2):
           word = mgpu.utils.inline_ptx(
-              "mov.b32 $0, $1;", word, result_types=i32_type(), has_side_effects=True,
-          )
-        else:
-          word = mgpu.utils.inline_ptx(
-              "prmt.b32 $0, $1, $2, 0x5410;", word, high, result_types=i32_type(),
-              has_side_effects=True,
+              "prmt.b32 $0, $1, $2, 0x5410;", word, high, result_types=i32_type()
           )
         word = vector.broadcast(ir.VectorType.get((1,), i32_type()), word)
         found.append(vector.bitcast(pair_type, word))
