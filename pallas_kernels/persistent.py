@@ -62,6 +62,7 @@ def supports(problem: Problem, config: PersistentConfig) -> str | None:
       tiles.check_problem(problem, scales=True)
       or specialised.check_scales(problem, config)
       or specialised.check_gated(problem, config)
+      or specialised.check_skew(problem, config)
       or specialised.check_parts(problem, config, supports)
       or specialised.check_config(problem, config)
   )

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental.mosaic import gpu as mgpu
@@ -38,6 +38,7 @@ import numpy as np
 
 from pallas_kernels import compat, tiles
 from pallas_kernels.integers import i32, i32_type, place_of_fragment
+from pallas_kernels.problem import PersistentConfig, Problem
 
 ARRAYS = 8  # Rows of 16-bit elements that lie so many apart are aligned alike.
 TILE_K = 64
@@ -49,33 +50,36 @@ _SCALAR = plgpu.Layout.WG_SPLAT(())
 Ref = Any
 
 
-@dataclasses.dataclass(frozen=True)
-class _Window(MemRefTransform):
-  """Shows TMA a part of a flat array as [rows, cols], and has it copy a box of that.
-
-  Attributes:
-    offset: of the first element.
-    rows, cols, pitch: what TMA sees; rows begin `pitch` elements apart.
-    box: rows and columns that it copies.
-    start: where the box begins.
-  """
+class View(NamedTuple):
+  """Elements of a flat array as rows that begin `pitch` apart, the first at `offset`."""
 
   offset: int
   rows: int
   cols: int
   pitch: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Window(MemRefTransform):
+  """Has TMA copy a box of a view in place of a part of the flat array.
+
+  Attributes:
+    view: what TMA sees.
+    box: rows and columns that it copies.
+    start: where the box begins.
+  """
+
+  view: View
   box: tuple[int, int]
   start: tuple[Any, Any] = dataclasses.field(compare=False)  # No part of TMA's map.
 
   def apply(self, ref: ir.Value) -> ir.Value:
-    flat = ir.MemRefType(ref.type)
-    layout = ir.StridedLayoutAttr.get(self.offset, [self.pitch, 1])
-    seen = ir.MemRefType.get(
-        (self.rows, self.cols), flat.element_type, layout, flat.memory_space
-    )
+    flat, (offset, rows, cols, pitch) = ir.MemRefType(ref.type), self.view
+    layout = ir.StridedLayoutAttr.get(offset, [pitch, 1])
+    seen = ir.MemRefType.get((rows, cols), flat.element_type, layout, flat.memory_space)
     return memref.reinterpret_cast(
-        seen, ref, [], [], [], static_offsets=[self.offset],
-        static_sizes=[self.rows, self.cols], static_strides=[self.pitch, 1],
+        seen, ref, [], [], [], static_offsets=[offset], static_sizes=[rows, cols],
+        static_strides=[pitch, 1],
     )
 
   def transform_index(self, idx):
@@ -85,10 +89,10 @@ class _Window(MemRefTransform):
     return self.box
 
   def transform_gmem_shape(self, shape):
-    return self.rows, self.cols
+    return self.view.rows, self.view.cols
 
   def transform_strides(self, strides):
-    return self.pitch, 1
+    return self.view.pitch, 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,25 +114,24 @@ class Skewed:
 
   @property
   def slot_shape(self) -> tuple[int, int, int]:
-    """Of one tile in shared memory: window, row, element."""
+    """Of one tile in shared memory: array, row, element."""
     rows, cols = (self.tile_m, TILE_K) if self.k_major else (TILE_K, self.tile_m)
-    return ARRAYS, rows // ARRAYS, cols + _UNIT + self._lead(ARRAYS - 1)
+    return ARRAYS, rows // ARRAYS, cols + _UNIT + self.lead(ARRAYS - 1)
 
-  def _skew(self, array: int) -> int:
+  def skew(self, array: int) -> int:
     """Elements by which TMA's view begins before the array."""
     return array * self.cols % _UNIT
 
-  def _lead(self, array: int) -> int:
+  def lead(self, array: int) -> int:
     """Elements by which a window begins before the tile."""
     return 0 if self.k_major else array // 2 * _UNIT
 
-  def _window(self, array: int, row, col) -> _Window:
-    """What TMA copies of one of the arrays, its row `row` first."""
-    skew = self._skew(array)
-    return _Window(
+  def view(self, array: int) -> View:
+    """The rows `array`, `array` + 8, ..., each from its skew on to its end."""
+    skew = self.skew(array)
+    return View(
         array * self.cols - skew, tiles.cdiv(self.rows - array, ARRAYS),
-        self.cols + skew, ARRAYS * self.cols, self.slot_shape[1:],
-        (row, arith.subi(col, _index(self._lead(array)))),
+        self.cols + skew, ARRAYS * self.cols,
     )
 
   def load(self, gmem: Ref, slot: Ref, barrier: Ref, row, col) -> None:
@@ -136,35 +139,33 @@ class Skewed:
 
     One warp calls. `gmem` is flat; row and col are multiples of 8.
     """
-    num_bytes = 2 * math.prod(self.slot_shape)
-    num_elements = math.prod(self.slot_shape[1:])
+    num_bytes, box = 2 * math.prod(self.slot_shape), self.slot_shape[1:]
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), plgpu.RefType(), _SCALAR, _SCALAR, _SCALAR)
     )
     def copy(context, gmem, slot, address, row, col):
       address, row, col = (x.registers.item() for x in (address, row, col))
-      index = ir.IndexType.get()
-      row = arith.index_cast(index, arith.shrui(row, i32(3)))
-      col = arith.index_cast(index, col)
+      row = _index(arith.shrui(row, i32(3)))
       one_lane = mgpu.utils.single_thread_predicate(mgpu.utils.ThreadSubset.WARP)
       # Pallas has a barrier wait for each thread of a warpgroup.
-      mgpu.utils.inline_ptx(
-          f"mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [$0], {num_bytes};", address,
-          predicate=one_lane, has_side_effects=True,
-      )
-      mgpu.utils.inline_ptx(
-          f"mbarrier.arrive.shared::cta.b64 _, [$0], {tiles.WG_THREADS};", address,
-          predicate=one_lane, has_side_effects=True,
-      )
+      for instruction in (
+          f"mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [$0], {num_bytes};",
+          f"mbarrier.arrive.shared::cta.b64 _, [$0], {tiles.WG_THREADS};",
+      ):
+        mgpu.utils.inline_ptx(
+            instruction, address, predicate=one_lane, has_side_effects=True
+        )
       pointer = llvm.inttoptr(ir.Type.parse("!llvm.ptr<3>"), address)
       barrier = mgpu.utils.BarrierRef(pointer, i32(0), None, 1)
       for array in range(ARRAYS):
+        start = row, _index(arith.subi(col, i32(self.lead(array))))
         context.async_copy(
             src_ref=gmem, dst_ref=mgpu.utils.memref_slice(slot, array),
-            gmem_slice=(mgpu.utils.ds(_index(0), num_elements),),
-            gmem_transform=(self._window(array, row, col),), barrier=barrier,
-            arrive=False, predicate=one_lane,
+            # As many elements; the window says which.
+            gmem_slice=(mgpu.utils.ds(_index(i32(0)), math.prod(box)),),
+            gmem_transform=(_Window(self.view(array), box, start),),
+            barrier=barrier, arrive=False, predicate=one_lane,
         )
 
     copy(gmem, slot, compat.barrier_address(barrier), jnp.int32(row), jnp.int32(col))
@@ -244,7 +245,7 @@ class Skewed:
     bases = []
     for odd in range(2):
       array = arith.addi(arith.shli(lane, i32(1)), i32(odd))
-      lead = arith.shli(lane, i32(3))  # As `_lead` says: array // 2 units.
+      lead = arith.shli(lane, i32(3))  # As `lead` says: array // 2 units.
       element = arith.addi(
           arith.muli(arith.muli(array, i32(rows)), i32(pitch)),
           arith.addi(arith.addi(self._skew_of(array), lead), col),
@@ -271,7 +272,7 @@ def slot_bytes(tile_m: int, *, k_major: bool) -> int:
   return 2 * math.prod(Skewed(0, 0, tile_m, k_major, "bfloat16").slot_shape)
 
 
-def check(problem, config) -> str | None:
+def check(problem: Problem, config: PersistentConfig) -> str | None:
   """Why lhs of `problem`, which is what the kernel multiplies, cannot come so, or None.
   """
   k_major = problem.lhs_layout == "k-major"
@@ -281,7 +282,7 @@ def check(problem, config) -> str | None:
   if cols % _UNIT == 0:
     return "skew=True: TMA strides over the rows of this lhs"
   if rows < ARRAYS:
-    return f"skew=True: lhs has less than {ARRAYS} rows"
+    return f"skew=True: lhs has {rows} rows, fewer than {ARRAYS}"
   if problem.batch > 1 and problem.lhs_batched:
     if rows % ARRAYS or (not k_major and rows % TILE_K):
       return f"skew=True: tiles of {rows} rows would reach into the next product's"
@@ -292,8 +293,8 @@ def check(problem, config) -> str | None:
   return None
 
 
-def _index(value: int) -> ir.Value:
-  return arith.constant(ir.IndexType.get(), value)
+def _index(value: ir.Value) -> ir.Value:
+  return arith.index_cast(ir.IndexType.get(), value)
 
 
 def _address(slot: ir.Value, element: ir.Value) -> ir.Value:

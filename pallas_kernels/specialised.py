@@ -75,7 +75,6 @@ def check_config(problem: Problem, config: PersistentConfig) -> str | None:
   product, split = multiplied(problem, config), parts.of(problem, config)
   return (
       _check_loads(problem, config)
-      or _check_skew(problem, config)
       or check_swap(problem, config)
       or _check_tile(product, config)
       or accumulate.check(
@@ -110,7 +109,7 @@ def _check_loads(problem: Problem, config: PersistentConfig) -> str | None:
   return None
 
 
-def _check_skew(problem: Problem, config: PersistentConfig) -> str | None:
+def check_skew(problem: Problem, config: PersistentConfig) -> str | None:
   """Why lhs cannot come skewed, or None."""
   if not config.skew:
     return None

@@ -28,6 +28,10 @@ LAYOUTS = {
     "TT": dict(lhs_layout="m-major", rhs_layout="k-major"),
 }
 
+# Of lhs that comes skewed: its configs, and (layouts, swap).
+SKEWED_FIELDS = dict(tile_m=64, tile_n=64, consumers=1, num_stages=4, skew=True)
+SKEWED = [(layouts, swap) for swap in (False, True) for layouts in LAYOUTS]
+
 KERNELS_AND_DTYPES = [
     (kernel, dtype)
     for kernel in TILE_KERNELS

@@ -224,6 +224,55 @@ def test_operands_loaded_through_registers(tile, size, layouts):
   assert finite[:-1].all() and not finite[-1].any()
 
 
+@pytest.mark.parametrize(("layouts", "swap"), kernel_cases.SKEWED)
+@pytest.mark.parametrize(
+    "size", [(205, 203, 333), (1000, 776, 1005), (777, 1001, 1002), (64, 72, 4100)],
+    ids=str,
+)
+def test_lhs_that_comes_skewed(size, layouts, swap):
+  """Every way that rows lie to 16 bytes; inf and nan stay in their rows."""
+  run = 0
+  for batch, fields in [
+      (1, {}), (1, dict(tile_m=128, consumers=2)), (1, dict(num_stages=3, tile_n=48)),
+      (3, {}),
+  ]:
+    problem = make_problem(*size, layouts, batch=batch)
+    for kernel, more in [
+        ("persistent", {}), ("split_k", dict(splits=2, cluster_k=2)),
+        ("split_k", dict(splits=3)),
+    ]:
+      fields_of_all = kernel_cases.SKEWED_FIELDS | fields | more
+      config = small_config(kernel, swap=swap, **fields_of_all)
+      if KERNELS[kernel].supports(problem, config) is None:
+        check(kernel, problem, config)
+        run += 1
+  problem = make_problem(*size, layouts)
+  config = small_config("persistent", swap=swap, **kernel_cases.SKEWED_FIELDS)
+  if KERNELS["persistent"].supports(problem, config) is not None:
+    assert run == 0
+    return
+  lhs, rhs = (np.array(x) for x in kernel_cases.random_operands(problem))
+  lhs[(0, 5) if problem.lhs_layout == "k-major" else (0, slice(None), 5)] = np.inf
+  rhs[(0, 5) if problem.rhs_layout == "k-major" else (0, slice(None), 5)] = np.nan
+  result = np.asarray(launch("persistent", problem, config, (lhs, rhs)))
+  finite = np.isfinite(result.astype(np.float32))[0]
+  assert run and not finite[5].any() and not finite[:, 5].any()
+  assert np.delete(np.delete(finite, 5, 0), 5, 1).all()
+
+
+@pytest.mark.parametrize("layouts", ["NN", "TN"])
+def test_epilogues_of_lhs_that_comes_skewed(layouts):
+  for epilogue in (
+      Epilogue(alpha=0.5), Epilogue(has_bias=True, activation="gelu", saves=True)
+  ):
+    for out_dtype in ("bfloat16", "float32"):
+      problem = make_problem(
+          205, 203, 333, layouts, out_dtype=out_dtype, epilogue=epilogue
+      )
+      config = small_config("persistent", **kernel_cases.SKEWED_FIELDS)
+      check("persistent", problem, config)
+
+
 @pytest.mark.parametrize("n", [8, 16, 32, 64])
 @pytest.mark.parametrize("wg_dim", ["m", "n"])
 @pytest.mark.parametrize("kernel", ["persistent", "split_k"])

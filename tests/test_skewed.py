@@ -1,0 +1,154 @@
+"""lhs that TMA copies skewed: what TMA reads, and the kernels that take it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+import numpy as np
+import pytest
+
+from jaxgemm import heuristics
+from jaxgemm.device import known_device
+from pallas_kernels import KERNELS, skewed
+from pallas_kernels.problem import Epilogue
+from tests import kernel_cases
+from tests.kernel_cases import check, lowered, make_problem, small_config
+
+FIELDS = kernel_cases.SKEWED_FIELDS
+
+
+def copied(tile: skewed.Skewed, flat: np.ndarray, row: int, col: int) -> np.ndarray:
+  """What `Skewed.load` has TMA put into a slot, by TMA's rules; checks those."""
+  slot = np.full(tile.slot_shape, np.nan)
+  _, rows, width = tile.slot_shape
+  assert width * 2 % 16 == 0 and max(rows, width) <= 256  # Of a box.
+  for array in range(skewed.ARRAYS):
+    view = tile.view(array)
+    start = col - tile.lead(array)
+    # Its address, strides and the box's begin at multiples of 16 bytes, within memory.
+    assert view.offset % 8 == view.pitch % 8 == start % 8 == 0 <= view.offset
+    assert view.offset + (view.rows - 1) * view.pitch + view.cols <= flat.size
+    for i in range(rows):
+      for x in range(width):
+        at = row // 8 + i, start + x
+        inside = at[0] < view.rows and 0 <= at[1] < view.cols
+        value = flat[view.offset + at[0] * view.pitch + at[1]] if inside else 0.0
+        slot[array, i, x] = value
+  return slot
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    rows=st.integers(8, 90), cols=st.integers(1, 140), k_major=st.booleans(),
+    place=st.tuples(st.integers(0, 3), st.integers(0, 3)),
+)
+def test_elements_are_where_consumers_look_for_them(rows, cols, k_major, place):
+  """All of a tile within the array; zeros beyond k."""
+  tile = skewed.Skewed(rows, cols, 64, k_major, "bfloat16")
+  row, col = (64 * at for at in place)
+  flat = 1.0 + np.arange(rows * cols, dtype=np.float64)
+  slot = copied(tile, flat, row, col)
+  wanted = np.zeros((row + 64, col + 64))
+  shown = flat.reshape(rows, cols)[: row + 64, : col + 64]
+  wanted[: shown.shape[0], : shown.shape[1]] = shown
+  for r in range(64):
+    array, i = r % 8, r // 8
+    first = tile.lead(array) + tile.skew(array)
+    found = slot[array, i, first : first + 64]
+    # What lies beyond the columns of an m-major lhs is not stored: anything may.
+    valid = 64 if k_major else max(0, min(64, cols - col))
+    np.testing.assert_array_equal(found[:valid], wanted[row + r, col : col + valid])
+
+
+def test_rows_of_a_fragment():
+  """Each row of 64 once; a warp's are those of two arrays."""
+  rows = np.arange(64)
+  named = (rows % 8) * 8 + rows // 8  # As `row_of`, in MLIR.
+  assert sorted(named) == list(rows)
+  for warp in range(4):
+    assert set(named[16 * warp : 16 * warp + 16] % 8) == {2 * warp, 2 * warp + 1}
+
+
+@pytest.mark.parametrize(("layouts", "swap"), kernel_cases.SKEWED)
+@pytest.mark.parametrize(
+    ("kernel", "fields"),
+    [("persistent", {}), ("split_k", dict(splits=2)),
+     ("split_k", dict(splits=2, cluster_k=2))], ids=str,
+)
+def test_lowers_for_cuda(kernel, fields, layouts, swap):
+  config = small_config(kernel, swap=swap, **FIELDS, **fields)
+  problem = make_problem(205, 203, 333, layouts)
+  assert KERNELS[kernel].supports(problem, config) is None
+  assert f"jaxgemm_{kernel}" in lowered(kernel, problem, config)
+
+
+@pytest.mark.parametrize("fields", [dict(consumers=2, tile_m=128), dict(num_stages=3)])
+def test_more_configs_lower(fields):
+  config = small_config("persistent", **FIELDS | fields)
+  for epilogue in (
+      Epilogue(), Epilogue(alpha=0.5, has_bias=True, activation="gelu", saves=True)
+  ):
+    problem = make_problem(205, 203, 333, "NN", epilogue=epilogue)
+    assert "jaxgemm_persistent" in lowered("persistent", problem, config)
+
+
+@pytest.mark.parametrize(("layouts", "swap"), [("NN", False), ("TT", True)])
+def test_emulated(layouts, swap):
+  """The emulator pads such operands, and goes the usual way otherwise."""
+  config = small_config("persistent", swap=swap, **FIELDS)
+  check("persistent", make_problem(130, 72, 203, layouts), config)
+
+
+@pytest.mark.parametrize(
+    ("problem", "fields", "named"),
+    [
+        (dict(k=328), {}, "TMA strides over"),
+        (dict(dtype="float32"), dict(tile_k=32), "float32 operands"),
+        (dict(m=7), {}, "has 7 rows"),
+        (dict(batch=2), {}, "205 rows would reach into the next"),
+        (dict(layouts="TN"), dict(tile_m=256, consumers=2), "TMA copies 256"),
+        ({}, dict(tile_k=128), "tile_k=128"),
+        ({}, dict(tile_m=128), "64 rows of a tile"),
+        ({}, dict(consumers=2, wg_dim="n"), "64 rows of a tile"),
+        ({}, dict(pad=False), "pad=False"),
+        ({}, dict(cluster_n=2), "cluster_n=2"),
+        (dict(epilogue=Epilogue(beta=1.0, c_dtype="bfloat16")), {}, "excludes c"),
+        (dict(epilogue=Epilogue(has_bias=True)), dict(swap=True), "excludes bias"),
+    ],
+    ids=str,
+)
+def test_supports_names_the_constraint(problem, fields, named):
+  layouts = problem.pop("layouts", "NN")
+  problem = make_problem(**dict(dict(m=205, n=203, k=333), **problem), layouts=layouts)
+  config = small_config("persistent", **FIELDS | fields)
+  assert named in KERNELS["persistent"].supports(problem, config)
+
+
+@pytest.mark.parametrize(
+    ("size", "layouts", "skews"),
+    [
+        ((8192, 768, 50257), "NN", True), ((50257, 768, 8192), "TN", True),
+        ((72, 5139, 8367), "NT", True), ((419, 7020, 9414), "TN", True),
+        ((4096, 4096, 4096), "NN", False), ((200, 333, 333), "NN", False),
+    ],
+    ids=str,
+)
+def test_plans(size, layouts, skews):
+  """Large operands, a pass over which would take long, come skewed."""
+  device = known_device("NVIDIA H200")
+  best = heuristics.candidates(make_problem(*size, layouts), device)[0]
+  assert best.config.skew == skews if hasattr(best.config, "skew") else not skews
+
+
+def test_a_skewed_operand_takes_no_pass():
+  device = known_device("NVIDIA H200")
+  problem = make_problem(8192, 768, 50257, "NN")
+  listed = heuristics.candidates(problem, device)
+  best = next(c for c in listed if c.config.skew)
+  other = dataclasses.replace(best.config, skew=False)
+  assert "padding" not in best.reason
+  assert math.isfinite(best.time_us) and KERNELS["persistent"].supports(problem, other)\
+      is None
