@@ -105,7 +105,7 @@ _MOST_SHIFTED = 4  # k tiles that direct shifts; with six it took up to 6 times 
 _SPLITS_K = 1 << 19  # Elements of a result: of fewer, cuBLAS splits k.
 _LEAST_STAGES = 4  # Where consumers split lhs: one slot is split, one multiplied.
 _LEAST_HALVES = 1 << 17  # Elements of a result from float16 parts.
-_LEAST_SKEWED = 6e6  # Bytes of an operand: a pass over fewer takes less.
+_LEAST_SKEWED = 9e6  # Bytes of an operand: a pass over fewer takes less.
 _MAX_STAGES = 16
 _ENOUGH_STAGES = 4  # With fewer, one more may be worth smaller pieces of the result.
 # k tiles of 64 whose sum the tensor cores truncate by 1e-5: by no more than XLA's own

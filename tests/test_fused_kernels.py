@@ -310,6 +310,19 @@ def test_gpu(kernel, fields, epilogue, widths, layouts):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("layouts", LAYOUTS)
+def test_gpu_of_lhs_that_comes_skewed(layouts):
+  epilogue = Epilogue(alpha=0.5, has_bias=True, activation="gelu", saves=True)
+  config = small_config("persistent", **kernel_cases.SKEWED_FIELDS)
+  for n in (520, 517):
+    problem = make_problem(333, n, 711, layouts, epilogue=epilogue)
+    operands = operands_of(problem)
+    found = launch("persistent", problem, config, operands)
+    for ours, its in zip(found, truth(problem, operands), strict=False):
+      assert reference.relative_error(ours, its) < 8e-3
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(("out_dtype", "bound"), [("float32", 1e-5), ("bfloat16", 3e-3)])
 @pytest.mark.parametrize("name", activations.NAMES)
 def test_activations_on_a_gpu(name, out_dtype, bound):

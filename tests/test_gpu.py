@@ -260,19 +260,6 @@ def test_lhs_that_comes_skewed(size, layouts, swap):
   assert np.delete(np.delete(finite, 5, 0), 5, 1).all()
 
 
-@pytest.mark.parametrize("layouts", ["NN", "TN"])
-def test_epilogues_of_lhs_that_comes_skewed(layouts):
-  for epilogue in (
-      Epilogue(alpha=0.5), Epilogue(has_bias=True, activation="gelu", saves=True)
-  ):
-    for out_dtype in ("bfloat16", "float32"):
-      problem = make_problem(
-          205, 203, 333, layouts, out_dtype=out_dtype, epilogue=epilogue
-      )
-      config = small_config("persistent", **kernel_cases.SKEWED_FIELDS)
-      check("persistent", problem, config)
-
-
 @pytest.mark.parametrize("n", [8, 16, 32, 64])
 @pytest.mark.parametrize("wg_dim", ["m", "n"])
 @pytest.mark.parametrize("kernel", ["persistent", "split_k"])
