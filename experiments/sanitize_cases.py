@@ -202,9 +202,9 @@ CASES: dict[str, Case] = {
     "persistent registers": _persistent(ODD_PIECES, _one_consumer(pad=False)),
     "persistent registers tt": _persistent(
         _laid_out(ODD_PIECES, "tt"), _one_consumer(pad=False)),
-    "persistent skewed": _persistent(ODD, _config(skew=True)),
+    "persistent skewed": _persistent(_with(PLAIN, k=327), _config(skew=True)),
     "persistent skewed swap": _persistent(
-        _laid_out(ODD, "tn"), _config(skew=True, swap=True)),
+        _laid_out(_with(PLAIN, m=304, n=333), "tn"), _config(skew=True, swap=True)),
     "persistent swap": _persistent(
         _with(PLAIN, m=24), _config(tile_m=64, tile_n=32, consumers=1, swap=True)),
     "persistent swap turns": _persistent(
@@ -229,7 +229,7 @@ CASES: dict[str, Case] = {
         ODD_PIECES, _splits(tile_m=64, num_stages=6, consumers=1, pad=False, splits=2,
                             cluster_k=2)),
     "split_k skewed": _split_k(
-        _laid_out(ODD, "nt"), _splits(skew=True, swap=True, splits=2, cluster_k=2)),
+        _with(PLAIN, n=333), _splits(skew=True, swap=True, splits=2, cluster_k=2)),
     "split_k swap": _split_k(
         _with(PLAIN, m=24), _splits(tile_m=64, tile_n=32, consumers=1, swap=True,
                                     splits=2, cluster_k=2)),
