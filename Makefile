@@ -10,7 +10,7 @@ GPU ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda13)
 EXTRAS := test$(if $(GPU),$(comma)$(GPU))
 comma := ,
 
-.PHONY: demo test test-short test-gpu lint bench setup clean
+.PHONY: demo test test-all test-short test-gpu lint bench setup clean
 
 setup: $(VENV)/.installed
 
@@ -26,6 +26,9 @@ demo: setup
 	$(BIN)/python -m experiments.train_lm --steps=20
 
 test: setup
+	$(BIN)/python -m pytest -n auto --dist=worksteal -m 'not more'
+
+test-all: setup
 	$(BIN)/python -m pytest -n auto --dist=worksteal
 
 # The short set: what an additional JAX version is held to.

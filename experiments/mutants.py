@@ -50,6 +50,7 @@ CALLS = (
 )
 _WGMMA = "the emulator multiplies at once: only the chip leaves wgmma in flight"
 _REGISTERS = "register loads run on the chip alone"
+_SKEWED = "lhs comes skewed on the chip alone"
 SURVIVORS = dict.fromkeys(
     (
         "blocked.launch._kernel._multiply.step.wgmma_wait",
@@ -64,10 +65,16 @@ SURVIVORS = dict.fromkeys(
     (
         "direct.launch._kernel._load.commit_smem",
         "direct.launch._kernel._multiply.group.commit_smem",
-        "operand_tiles.Operand.load.commit_smem",
-        "operand_tiles.Operand.load.barrier_arrive",
+        "ring.Ring.produce.load.commit_smem", "ring.Ring.produce.load.barrier_arrive",
     ),
     _REGISTERS,
+) | dict.fromkeys(
+    (
+        "ring.Ring._consume_skewed.load.barrier_wait",
+        "ring.Ring._consume_skewed.multiply.wgmma_wait",
+        "ring.Ring._consume_skewed.multiply.barrier_arrive",
+    ),
+    _SKEWED,
 ) | {
     "direct.launch._kernel._load.barrier_wait":
         "of the emulator alone, which sees no race with a copy of the reader's own",

@@ -1,11 +1,11 @@
 """Tiles of operands whose rows TMA cannot stride over, loaded through registers.
 
-TMA wants rows that begin a multiple of 16 bytes apart, and even its windows must
-begin at such an address: with an odd number of columns it brings lhs alone, and that
-skewed (see `skewed`). Here the producer's threads do it. Each takes 16 bytes of a row of the tile at a time: it loads
-the two aligned pieces of 16 bytes in which they lie, shifts them together, and stores
-them where wgmma looks for them, swizzled. All loads of a round are under way before
-the first is used.
+TMA wants rows that begin a multiple of 16 bytes apart, and even its windows must begin
+at such an address: with an odd number of columns it brings lhs alone, and that skewed
+(see `skewed`). Here the producer's threads do it. Each takes 16 bytes of a row of the
+tile at a time: it loads the two aligned pieces of 16 bytes in which they lie, shifts
+them together, and stores them where wgmma looks for them, swizzled. All loads of a
+round are under way before the first is used.
 
 A slot is made of blocks of 8 rows x 128 bytes. A thread takes the same 16 bytes of
 every second block. Blocks begin a multiple of 16 bytes apart in memory, whatever the

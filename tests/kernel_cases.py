@@ -62,11 +62,34 @@ def small_config(kernel: str, dtype="bfloat16", **fields):
 
 
 def mostly_slow(values, short: int = 1) -> list:
-  """Parameters of which only the first `short` are in the short set of tests."""
+  """Parameters of which only the first `short` are in the short set of tests.
+
+  `make test` has one more of them, `make test-all` has all.
+  """
   return [
-      value if i < short else pytest.param(value, marks=pytest.mark.slow)
+      value if i < short else slow(value) if i == short else more(value)
       for i, value in enumerate(values)
   ]
+
+
+def mostly_more(values, kept: int = 1) -> list:
+  """Parameters, or tuples of them, of which only the first `kept` are in `make test`."""
+  return [value if i < kept else more(value) for i, value in enumerate(values)]
+
+
+def slow(value):
+  """A parameter that the short set of tests leaves out."""
+  return _marked(value, pytest.mark.slow)
+
+
+def more(value):
+  """One that only `make test-all` has: of a kind of which `make test` has some."""
+  return _marked(value, (pytest.mark.slow, pytest.mark.more))
+
+
+def _marked(value, marks):
+  values = value if isinstance(value, tuple) else (value,)
+  return pytest.param(*values, marks=marks)
 
 
 # Tiles of configs whose producers load through registers.

@@ -52,7 +52,7 @@ def test_simpler_kernels(kernel, dtype):
     ids=str,
 )
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
+@pytest.mark.parametrize("dtype", kernel_cases.mostly_more(["float8_e4m3fn", "int8"]))
 def test_configs(dtype, fields):
   problem = eight_bits(264, 272, 400, "NN", dtype, batch=2)
   check("persistent", problem, small_config("persistent", dtype, **fields))

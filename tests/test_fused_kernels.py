@@ -105,7 +105,10 @@ def test_kernels(kernel):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
-    [dict(splits=2, cluster_k=2), dict(splits=4, cluster_k=2), dict(splits=3)], ids=str,
+    kernel_cases.mostly_more(
+        [dict(splits=4, cluster_k=2), dict(splits=3), dict(splits=2, cluster_k=2)], 2
+    ),
+    ids=str,
 )
 def test_split_k(fields):
   problem = make_problem(130, 264, 512, "NT", epilogue=FULL)
@@ -115,8 +118,10 @@ def test_split_k(fields):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
-    [dict(wg_dim="tile", tile_n=64), dict(wg_dim="n", tile_m=64, tile_n=256),
-     dict(cluster_n=2), dict(consumers=1), dict(tile_n=384, num_stages=2)],
+    kernel_cases.mostly_more([
+        dict(wg_dim="tile", tile_n=64), dict(tile_n=384, num_stages=2),
+        dict(wg_dim="n", tile_m=64, tile_n=256), dict(cluster_n=2), dict(consumers=1),
+    ], 2),
     ids=str,
 )
 def test_configs(fields):
@@ -133,7 +138,11 @@ def test_tiles_that_pieces_do_not_divide(n):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kernel", "slopes"), [(kernel, 2) for kernel in TILE_KERNELS] + [("persistent", 1)]
+    ("kernel", "slopes"),
+    kernel_cases.mostly_more(
+        [("persistent", 2), ("persistent", 1)]
+        + [(kernel, 2) for kernel in TILE_KERNELS if kernel != "persistent"], 3
+    ),
 )
 def test_slopes(kernel, slopes):
   """The cotangent of a layer's products, from that of the layer behind it."""
@@ -222,8 +231,10 @@ def test_gated(layouts, epilogue):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
-    [dict(wg_dim="tile", tile_m=64), dict(cluster_n=2), dict(cluster_m=2),
-     dict(consumers=1, tile_m=64), dict(tile_n=96), dict(tile_n=256, num_stages=2)],
+    kernel_cases.mostly_more([
+        dict(wg_dim="tile", tile_m=64), dict(cluster_n=2), dict(tile_n=96),
+        dict(cluster_m=2), dict(consumers=1, tile_m=64), dict(tile_n=256, num_stages=2),
+    ], 3),
     ids=str,
 )
 def test_gated_configs(fields):

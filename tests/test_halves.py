@@ -49,19 +49,19 @@ def wide(x) -> np.ndarray:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layouts", LAYOUTS)
+@pytest.mark.parametrize("layouts", kernel_cases.mostly_more(LAYOUTS, 2))
 def test_layouts(layouts):
   check(problem_of(133, 203, 141, layouts), dataclasses.replace(SMALL, tile_n=192))
 
 
 @pytest.mark.parametrize(
     "fields",
-    [
-        dict(consumers=1, tile_m=64),
-        dict(cluster_m=2),
+    kernel_cases.mostly_more([
         dict(cluster_n=2, wg_dim="n", tile_n=128),
         dict(wg_dim="tile", tile_m=64),
-    ],
+        dict(consumers=1, tile_m=64),
+        dict(cluster_m=2),
+    ], 2),
     ids=str,
 )
 @pytest.mark.slow

@@ -109,7 +109,7 @@ def test_operands_in_chunks(fields):
   check("persistent", problem, small_config("persistent", **fields), num_sms=2)
 
 
-@pytest.mark.parametrize("layouts", mostly_slow(["NN", "TT"]))
+@pytest.mark.parametrize("layouts", kernel_cases.mostly_more(["NN", "TT"]))
 @pytest.mark.parametrize("fields, m, n", kernel_cases.SWAPPED_TILES, ids=str)
 def test_swapped_operands(fields, m, n, layouts):
   """Tiles of any multiple of 16 rows of the result."""
@@ -174,7 +174,9 @@ def test_many_short_tiles_a_cta(wg_dim, tile_n):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fields, n", kernel_cases.WIDE_TILES, ids=str)
+@pytest.mark.parametrize(
+    "fields, n", kernel_cases.mostly_more(kernel_cases.WIDE_TILES, 3), ids=str
+)
 def test_wide_tiles(fields, n):
   layouts = "TT" if n % 8 else "NN"
   config = small_config("persistent", **fields)
@@ -219,8 +221,8 @@ def test_tiles_that_pieces_do_not_divide(tile_n, swap):
   check("persistent", make_problem(m, n, 136, "NT"), config, num_sms=1)
 
 
-@pytest.mark.parametrize("n", mostly_slow([328, 320, 201]))
-@pytest.mark.parametrize("layouts", ["NN", "TN"])
+@pytest.mark.parametrize("n", mostly_slow([328, 201, 320]))
+@pytest.mark.parametrize("layouts", kernel_cases.mostly_more(["TN", "NN"]))
 @pytest.mark.parametrize("kernel, fields", kernel_cases.N_MAJOR_TILES, ids=str)
 def test_columns_between_the_blocks_of_an_n_major_rhs(kernel, fields, layouts, n):
   """Slots have whole blocks of 64 columns; the tile has part of the last."""
@@ -236,7 +238,7 @@ def test_rings_longer_and_shorter_than_k(num_stages, k):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("splits", [2, 3, 18])
+@pytest.mark.parametrize("splits", kernel_cases.mostly_more([3, 18, 2], 2))
 def test_split_k(splits):
   """Also where the last parts of k are short or empty."""
   problem = make_problem(100, 130, 64 * 18 + 3, "TT", batch=2)
@@ -246,7 +248,7 @@ def test_split_k(splits):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("splits", "cluster_k", "wg_dim"),
-    [(6, 2, "m"), (3, 3, "n"), (8, 4, "m")],
+    kernel_cases.mostly_more([(6, 2, "m"), (3, 3, "n"), (8, 4, "m")], 2),
 )
 def test_split_k_within_clusters(splits, cluster_k, wg_dim):
   """Sums through distributed shared memory, then over clusters; several tiles a CTA."""

@@ -19,11 +19,12 @@ import pytest
 from experiments.lab import __main__ as program
 from experiments.lab import caching, questions, rows
 from experiments.lab.questions import QUESTIONS
+from tests import kernel_cases
 
 pytestmark = pytest.mark.slow  # The other JAX version need not run them too.
 
 ROOT = pathlib.Path(__file__).parent.parent
-SLOW = pytest.mark.slow
+MORE = ("ladder", "splits", "distribution", "sgemm")  # Each takes 5 seconds and more.
 
 
 @pytest.mark.parametrize("name", QUESTIONS)
@@ -44,8 +45,7 @@ def test_a_docstring_without_a_question():
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=SLOW if name in ("ladder", "splits") else ())
-        for name in QUESTIONS
+        kernel_cases.more(name) if name in MORE else name for name in QUESTIONS
     ],
 )
 def test_questions_in_emulation(name):

@@ -38,7 +38,7 @@ def check(kernel, problem, config, operands=None):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kernel", "fields"), KERNEL_FIELDS, ids=str)
-@pytest.mark.parametrize("layouts", ["NN", "TT"])
+@pytest.mark.parametrize("layouts", kernel_cases.mostly_more(["TT", "NN"]))
 def test_layouts(layouts, kernel, fields):
   check(kernel, problem_of(264, 40, 200, layouts), config_of(kernel, **fields))
 

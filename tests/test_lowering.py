@@ -46,7 +46,9 @@ def own_candidates(problem) -> list[heuristics.Candidate]:
 @pytest.mark.parametrize(
     ("layouts", "dtype"),
     # Each operand in both of its layouts; float32 ones reach the kernels k-major.
-    [("NN", "bfloat16"), ("TT", "bfloat16"), ("NN", "float32")],
+    kernel_cases.mostly_more(
+        [("TT", "bfloat16"), ("NN", "float32"), ("NN", "bfloat16")], 2
+    ),
 )
 def test_every_candidate_lowers(layouts, dtype):
   """Each tile and each way to work on one that the heuristics weigh for any size."""
@@ -99,7 +101,7 @@ def test_batches_and_epilogues_lower(kernel, layouts):
       assert f"jaxgemm_{kernel}" in lowered(kernel, problem, small_config(kernel))
 
 
-@pytest.mark.parametrize("n", [320, 328, 201])
+@pytest.mark.parametrize("n", kernel_cases.mostly_more([328, 201, 320], 2))
 @pytest.mark.parametrize("layouts", ["NN", "TN"])
 @pytest.mark.parametrize("kernel, fields", kernel_cases.N_MAJOR_TILES, ids=str)
 def test_columns_between_blocks_lower(kernel, fields, layouts, n):
@@ -110,7 +112,7 @@ def test_columns_between_blocks_lower(kernel, fields, layouts, n):
 
 
 @pytest.mark.parametrize("layouts", LAYOUTS)
-@pytest.mark.parametrize("cluster_k", [2, 5, 8])
+@pytest.mark.parametrize("cluster_k", kernel_cases.mostly_more([2, 8, 5], 2))
 def test_sums_within_clusters_lower(cluster_k, layouts):
   for n, fields in [(96, dict(tile_n=64)), (101, {}), (256, dict(wg_dim="n"))]:
     config = small_config(

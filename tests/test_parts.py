@@ -44,7 +44,7 @@ def small(**fields) -> PersistentConfig:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", parts.OF_ALGORITHM)
-@pytest.mark.parametrize("layouts", ["NN", "TT"])
+@pytest.mark.parametrize("layouts", kernel_cases.mostly_more(["NN", "TT"]))
 def test_layouts(layouts, algorithm):
   check(problem_in_parts(133, 203, 141, layouts, algorithm), small())
 
@@ -60,12 +60,12 @@ def test_more_products_are_more_exact():
 
 @pytest.mark.parametrize(
     "fields",
-    [
-        dict(consumers=1, tile_m=64, tile_n=64),
-        dict(cluster_m=2),
+    kernel_cases.mostly_more([
         dict(cluster_n=2, wg_dim="n"),
         dict(wg_dim="tile", tile_m=64, tile_n=64),
-    ],
+        dict(consumers=1, tile_m=64, tile_n=64),
+        dict(cluster_m=2),
+    ], 2),
     ids=str,
 )
 @pytest.mark.slow
