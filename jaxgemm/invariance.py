@@ -32,6 +32,8 @@ def why_not(problem: Problem, config: Config | None) -> str | None:
     return "gemv serves few rows alone, without tensor cores"
   if getattr(config, "splits", 1) > 1:
     return "k is split, and the more the fewer rows there are"
+  if getattr(config, "skew", False):
+    return "wgmma takes lhs from registers: not known to sum as from shared memory"
   tile_k = tiles.swizzle_elems(parts.product(problem).dtype)
   if config.tile_k != tile_k:
     return f"tile_k={config.tile_k} is not {tile_k}, as where other rows are planned"

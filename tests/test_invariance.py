@@ -71,6 +71,7 @@ def test_plans_are_the_fastest_of_those():
     ("kind", "config", "named"),
     [("bfloat16", None, "XLA"), ("bfloat16", SplitKConfig(), "k is split"),
      ("float16 to float32", PersistentConfig(promote=1), "promote=1 is not 4"),
+     ("bfloat16", PersistentConfig(skew=True), "from registers"),
      ("highest", PersistentConfig(128, 128, promote=1, float16_parts=True), "other rows"),
      ("highest", PersistentConfig(128, 128, promote=1, split_lhs=True), "other rows"),
      ("highest", PersistentConfig(256, 128, promote=1), "rounding errors")],
