@@ -73,23 +73,22 @@ def mostly_slow(values, short: int = 1) -> list:
 
 
 def mostly_more(values, kept: int = 1) -> list:
-  """Parameters, or tuples of them, of which only the first `kept` are in `make test`."""
-  return [value if i < kept else more(value) for i, value in enumerate(values)]
+  """Parameters, or tuples of several, of which only the first `kept` are in `make test`.
+  """
+  return [
+      value if i < kept else more(*value) if isinstance(value, tuple) else more(value)
+      for i, value in enumerate(values)
+  ]
 
 
-def slow(value):
-  """A parameter that the short set of tests leaves out."""
-  return _marked(value, pytest.mark.slow)
+def slow(*values):
+  """Parameters that the short set of tests leaves out."""
+  return pytest.param(*values, marks=pytest.mark.slow)
 
 
-def more(value):
-  """One that only `make test-all` has: of a kind of which `make test` has some."""
-  return _marked(value, (pytest.mark.slow, pytest.mark.more))
-
-
-def _marked(value, marks):
-  values = value if isinstance(value, tuple) else (value,)
-  return pytest.param(*values, marks=marks)
+def more(*values):
+  """Those that only `make test-all` has: of a kind of which `make test` has some."""
+  return pytest.param(*values, marks=(pytest.mark.slow, pytest.mark.more))
 
 
 # Tiles of configs whose producers load through registers.
