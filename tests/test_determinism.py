@@ -74,6 +74,7 @@ def test_split_plans_are_found():
 
 
 @pytest.mark.slow
+@pytest.mark.more
 def test_named_kernels_run_every_problem(tmp_path, capsys):
   """Also what does not split k; a kernel that does not take a problem has no row."""
   options = ["--shapes=64,64,512", "--calls=2", "--kernels=blocked,split_k"]

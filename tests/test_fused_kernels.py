@@ -129,7 +129,7 @@ def test_configs(fields):
   check("persistent", problem, small_config("persistent", **fields))
 
 
-@pytest.mark.parametrize("n", [128, 150, 176, 400])
+@pytest.mark.parametrize("n", kernel_cases.mostly_more([150, 400, 128, 176], 2))
 def test_tiles_that_pieces_do_not_divide(n):
   """The bias of a piece whose columns end beyond those of the result."""
   problem = make_problem(130, n, 128, "NT", epilogue=FULL)

@@ -373,7 +373,10 @@ def plan_of(kernel: str, seed: int, bounds: fuzz_draws.Bounds) -> Plan:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(
+    "kernel",
+    [x if x in ("persistent", "split_k") else kernel_cases.more(x) for x in KERNELS],
+)
 def test_kernels(kernel):
   """Poisoned, guarded, and by the gate: no race, no element unwritten, none beyond."""
   if kernel == triton.NAME and triton.missing_package() is not None:

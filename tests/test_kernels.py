@@ -83,7 +83,7 @@ def test_sizes_below_one_tile(kernel, size):
 
 @pytest.mark.parametrize("wg_dim", mostly_slow(["m", "n", "tile"]))
 @pytest.mark.parametrize(
-    "cluster", [(1, 1), (2, 1), (1, 2), (4, 1), (1, 4), (2, 2)], ids=str
+    "cluster", mostly_slow([(2, 1), (1, 4), (2, 2), (1, 1), (1, 2), (4, 1)], 3), ids=str
 )
 def test_clusters(cluster, wg_dim):
   """Odd numbers of tiles: a cluster's second CTA then works outside the result."""
@@ -94,14 +94,14 @@ def test_clusters(cluster, wg_dim):
 
 
 @pytest.mark.parametrize("cluster", [(4, 1), (1, 4), (2, 2)], ids=str)
-@pytest.mark.parametrize("layouts", ["NN", "TT"])
+@pytest.mark.parametrize("layouts", mostly_slow(["NN", "TT"]))
 def test_clusters_and_results_smaller_than_they(cluster, layouts):
   """Rows beyond the last are not loaded; the CTAs of a cluster still share the rest."""
   config = small_config("persistent", cluster_m=cluster[0], cluster_n=cluster[1])
   check("persistent", make_problem(40, 72, 200, layouts), config, num_sms=4)
 
 
-@pytest.mark.parametrize("fields", kernel_cases.CHUNKED_TILES, ids=str)
+@pytest.mark.parametrize("fields", mostly_slow(kernel_cases.CHUNKED_TILES, 3), ids=str)
 def test_operands_in_chunks(fields):
   """TMA takes their strides, but tiles them only where they are multiples of a tile."""
   problem = make_problem(200, 328, 140, "TN")
@@ -135,7 +135,7 @@ def test_direct_of_more_k_than_it_holds(k, promote):
   check("direct", problem, small_config("direct", promote=promote))
 
 
-@pytest.mark.parametrize("splits", [2, 3, 4])
+@pytest.mark.parametrize("splits", mostly_slow([3, 4, 2]))
 @pytest.mark.parametrize("layouts", LAYOUTS)
 def test_direct_of_ctas_that_share_k(splits, layouts):
   """The last of them has fewer k tiles, or none."""
@@ -221,7 +221,7 @@ def test_tiles_that_pieces_do_not_divide(tile_n, swap):
   check("persistent", make_problem(m, n, 136, "NT"), config, num_sms=1)
 
 
-@pytest.mark.parametrize("n", mostly_slow([328, 201, 320]))
+@pytest.mark.parametrize("n", kernel_cases.mostly_more([201, 328, 320]))
 @pytest.mark.parametrize("layouts", kernel_cases.mostly_more(["TN", "NN"]))
 @pytest.mark.parametrize("kernel, fields", kernel_cases.N_MAJOR_TILES, ids=str)
 def test_columns_between_the_blocks_of_an_n_major_rhs(kernel, fields, layouts, n):

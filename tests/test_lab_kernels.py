@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow  # The other JAX version need not run them too.
 
 Rungs, Strided = kernels_rungs.RungsConfig, kernels_strided.StridedConfig
 StreamK = kernels_stream_k.StreamKConfig
-SLOW = pytest.mark.slow
+MORE = (pytest.mark.slow, pytest.mark.more)
 
 
 SMALL = (128, 64, 192)
@@ -47,21 +47,21 @@ EMULATED = [
     (kernels_strided, (130, 72, 450), "bfloat16", Strided(64, 64, splits=3)),
     pytest.param(
         kernels_strided, (64, 72, 450), "bfloat16",
-        Strided(64, 64, num_stages=2, splits=2, strided=False), marks=SLOW,
+        Strided(64, 64, num_stages=2, splits=2, strided=False), marks=MORE,
     ),
     # Tiles whole and cut, cut by one border and by several, a last CTA with less.
     (kernels_stream_k, (72, 136, 320), "bfloat16", StreamK(64, 64, 64, 2, 1, ctas=4)),
     pytest.param(
         kernels_stream_k, (64, 64, 640), "bfloat16", StreamK(64, 64, 64, 2, 1, ctas=5),
-        marks=SLOW,
+        marks=MORE,
     ),
     pytest.param(
         kernels_stream_k, (128, 128, 256), "bfloat16", StreamK(128, 128, 64, 2, 2, 2),
-        marks=SLOW,
+        marks=MORE,
     ),
     pytest.param(
         kernels_stream_k, (64, 64, 160), "float32", StreamK(64, 64, 32, 2, 1, ctas=3),
-        marks=SLOW,
+        marks=MORE,
     ),
 ]
 
@@ -92,7 +92,7 @@ LOWERED = [
 
 
 @pytest.mark.parametrize(("module", "config", "kernels"), LOWERED)
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=SLOW)])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=MORE)])
 def test_kernels_lower(module, config, kernels, dtype):
   problem = make_problem(512, 512, 16384, dtype=dtype)
   if dtype == "float32" and hasattr(config, "tile_k"):

@@ -47,7 +47,7 @@ def own_candidates(problem) -> list[heuristics.Candidate]:
     ("layouts", "dtype"),
     # Each operand in both of its layouts; float32 ones reach the kernels k-major.
     kernel_cases.mostly_more(
-        [("TT", "bfloat16"), ("NN", "float32"), ("NN", "bfloat16")], 2
+        [("TT", "bfloat16"), ("NN", "float32"), ("NN", "bfloat16")]
     ),
 )
 def test_every_candidate_lowers(layouts, dtype):
@@ -101,7 +101,7 @@ def test_batches_and_epilogues_lower(kernel, layouts):
       assert f"jaxgemm_{kernel}" in lowered(kernel, problem, small_config(kernel))
 
 
-@pytest.mark.parametrize("n", kernel_cases.mostly_more([328, 201, 320], 2))
+@pytest.mark.parametrize("n", mostly_slow([201, 328, 320]))
 @pytest.mark.parametrize("layouts", ["NN", "TN"])
 @pytest.mark.parametrize("kernel, fields", kernel_cases.N_MAJOR_TILES, ids=str)
 def test_columns_between_blocks_lower(kernel, fields, layouts, n):
@@ -112,7 +112,7 @@ def test_columns_between_blocks_lower(kernel, fields, layouts, n):
 
 
 @pytest.mark.parametrize("layouts", LAYOUTS)
-@pytest.mark.parametrize("cluster_k", kernel_cases.mostly_more([2, 8, 5], 2))
+@pytest.mark.parametrize("cluster_k", mostly_slow([8, 2, 5]))
 def test_sums_within_clusters_lower(cluster_k, layouts):
   for n, fields in [(96, dict(tile_n=64)), (101, {}), (256, dict(wg_dim="n"))]:
     config = small_config(
@@ -156,7 +156,7 @@ def _padded(text: str) -> list[str]:
 
 @pytest.mark.parametrize("layouts", LAYOUTS)
 @pytest.mark.parametrize("kernel", ["persistent", "split_k"])
-@pytest.mark.parametrize("tile", kernel_cases.LOADING_TILES, ids=str)
+@pytest.mark.parametrize("tile", mostly_slow(kernel_cases.LOADING_TILES), ids=str)
 def test_registers_load_what_would_be_padded(tile, kernel, layouts):
   fields = dict(tile_m=tile[0], tile_n=tile[1], consumers=1, num_stages=6)
   for batch, count in [(1, 2), (3, 2)]:
