@@ -59,7 +59,7 @@ class Work:
     self.splits, self.cluster_k = _of(config, "splits"), _of(config, "cluster_k")
     self.sums = self.splits // self.cluster_k
     self.skewed = bool(getattr(config, "skew", False))
-    interleaved = self.skewed and product.lhs_layout == "k-major"
+    interleaved = self.skewed and specialised.interleaves(problem, config)
     self.masked = self.sums == 1 and (
         kernel == direct.NAME or self.row_bytes % 16 > 0 or interleaved
     )

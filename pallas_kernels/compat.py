@@ -88,7 +88,7 @@ _barrier_address_p = Primitive("barrier_address")
 def barrier_address(barrier) -> jax.Array:
   """Where one of a kernel's barriers lies in shared memory: int32.
 
-  For code inside `plgpu.inline_mgpu`, which takes no barriers.
+  For code inside `plgpu.inline_mgpu`, which takes no barriers, in one warp.
   """
   barrier, transforms = _state.get_ref_and_transforms(barrier, None, "barrier_address")
   flat, tree = jax.tree.flatten(transforms)
@@ -105,13 +105,10 @@ def _lower_barrier_address(ctx, barrier, *flat, tree):
 _barrier_address_p.def_effectful_abstract_eval(
     lambda *_, tree: (jax.core.ShapedArray((), "int32"), {_gpu_core._memory_effect})
 )
-for _semantics in (
-    _gpu_core.LANExWG_SEMANTICS, _gpu_core.LANExWARP_SEMANTICS,
-    _gpu_core.WGxWG_SEMANTICS, _gpu_core.WGxWARP_SEMANTICS,
-):
-  _lowering.register_lowering_rule(_barrier_address_p, *_semantics)(
-      _lower_barrier_address
-  )
+# The one that asks is the producer, of which a single warp works.
+_lowering.register_lowering_rule(_barrier_address_p, *_gpu_core.WGxWARP_SEMANTICS)(
+    _lower_barrier_address
+)
 
 
 # -- Primitives and sharding -------------------------------------------------------

@@ -181,8 +181,8 @@ class Ring:
     """The same, of lhs that goes through registers.
 
     With enough slots the loads of the next are on their way before a slot's wgmma
-    begin. They cannot begin later: where registers of a wgmma are written while others
-    are in flight, ptxas has each wait for the last.
+    begin. While these are in flight loads gained nothing: the tensor cores' own reads of
+    shared memory, and TMA, are in their way.
     """
 
     def load(step):

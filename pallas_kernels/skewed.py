@@ -286,7 +286,8 @@ def check(problem: Problem, config: PersistentConfig) -> str | None:
   if problem.batch > 1 and problem.lhs_batched:
     if rows % ARRAYS or (not k_major and rows % TILE_K):
       return f"skew=True: tiles of {rows} rows would reach into the next product's"
-  if config.tile_m + _UNIT + 24 > _MAX_BOX and not k_major:
+  tile = Skewed(rows, cols, config.tile_m, k_major, problem.dtype)
+  if tile.slot_shape[-1] > _MAX_BOX:
     return f"tile_m={config.tile_m}: TMA copies {_MAX_BOX} elements of an m-major row"
   if config.tile_k != TILE_K:
     return f"tile_k={config.tile_k}: skew=True takes {TILE_K}"

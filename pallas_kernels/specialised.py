@@ -214,8 +214,13 @@ def _epilogue(
     problem, transposed = problem.transposed, False
   return epilogues.make_epilogue(
       problem, cols, config.consumers, emulated=False, transposed=transposed, room=room,
-      interleaved=config.skew and multiplied(problem, config).lhs_layout == "k-major",
+      interleaved=interleaves(problem, config),
   )
+
+
+def interleaves(problem: Problem, config: PersistentConfig) -> bool:
+  """Whether rows of a consumer's sums stand for others: see `skewed.row_of`."""
+  return config.skew and multiplied(problem, config).lhs_layout == "k-major"
 
 
 def epilogue_room(
@@ -232,14 +237,14 @@ def slot_bytes(problem: Problem, config: PersistentConfig) -> int:
   if config.split_lhs:
     return lhs_registers.slot_bytes(config)
   split, product = parts.of(problem, config), multiplied(problem, config)
+  lhs_parts = rhs_parts = split.count if split else 1
+  lhs_bytes = 0
   if config.skew:
-    rhs = 2 * config.tile_k * tiles.round_up(config.tile_n, tiles.rhs_block(product))
     k_major = product.lhs_layout == "k-major"
-    return skewed.slot_bytes(config.tile_m, k_major=k_major) + rhs
-  num_parts = split.count if split else 1
-  return tiles.slot_bytes(
-      multiplied(problem, config), config.tile_m, config.tile_n, config.tile_k,
-      lhs_parts=num_parts, rhs_parts=num_parts,
+    lhs_parts, lhs_bytes = 0, skewed.slot_bytes(config.tile_m, k_major=k_major)
+  return lhs_bytes + tiles.slot_bytes(
+      product, config.tile_m, config.tile_n, config.tile_k, lhs_parts=lhs_parts,
+      rhs_parts=rhs_parts,
   )
 
 

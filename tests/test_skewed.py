@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+import operator
+import types
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -63,13 +66,51 @@ def test_elements_are_where_consumers_look_for_them(rows, cols, k_major, place):
     np.testing.assert_array_equal(found[:valid], wanted[row + r, col : col + valid])
 
 
-def test_rows_of_a_fragment():
+@pytest.fixture
+def in_integers(monkeypatch):
+  """What `skewed` computes in MLIR, computed."""
+  names = dict(addi="add", muli="mul", andi="and_", shli="lshift", shrui="rshift")
+  computed = {name: getattr(operator, does) for name, does in names.items()}
+  monkeypatch.setattr(skewed, "arith", types.SimpleNamespace(**computed))
+  monkeypatch.setattr(skewed, "i32", int)
+
+
+def test_rows_of_a_fragment(in_integers):
   """Each row of 64 once; a warp's are those of two arrays."""
-  rows = np.arange(64)
-  named = (rows % 8) * 8 + rows // 8  # As `row_of`, in MLIR.
-  assert sorted(named) == list(rows)
+  named = np.array([skewed.row_of(row) for row in range(64)])
+  assert sorted(named) == list(range(64))
   for warp in range(4):
     assert set(named[16 * warp : 16 * warp + 16] % 8) == {2 * warp, 2 * warp + 1}
+
+
+@pytest.mark.parametrize("cols", [201, 202, 204, 207])
+@pytest.mark.parametrize("k_major", [True, False])
+def test_threads_load_their_elements(in_integers, monkeypatch, k_major, cols):
+  """Each thread's words are the elements that wgmma's fragment has there."""
+  rows, tile = 130, skewed.Skewed(130, cols, 128, k_major, "bfloat16")
+  flat = 1.0 + np.arange(rows * cols, dtype=np.float64)
+  slot = copied(tile, flat, 0, 64 if k_major else 0).ravel()
+  matrix = flat.reshape(rows, cols)
+  matrix = matrix[:128, 64:128] if k_major else matrix[:64, :128].T  # Of (m, k).
+
+  def load(kind, element, offset):
+    at, rest = divmod(2 * element + offset, 2)
+    assert rest == 0 and (kind != "b32" or at % 2 == 0)
+    return slot[at : at + 2] if kind == "b32" else slot[at]
+
+  monkeypatch.setattr(skewed, "_address", lambda _, element: element)
+  monkeypatch.setattr(skewed, "_load", load)
+  for thread, start in itertools.product(range(128), (0, 64)):
+    warp, group, lane = thread // 32, thread % 32 // 4, thread % 4
+    monkeypatch.setattr(skewed, "place_of_fragment", lambda at=(warp, group, lane): at)
+    read = tile._from_rows if k_major else tile._from_columns
+    for i, (first, second) in enumerate(read(None, start)):
+      block, half = divmod(i, 2)
+      row = 16 * warp + 8 * half + group
+      row = start + (skewed.row_of(row) if k_major else row)
+      found = first if tile._is_whole(half) else (first, second)
+      k = 8 * block + 2 * lane
+      assert tuple(found) == tuple(matrix[row, k : k + 2])
 
 
 @pytest.mark.parametrize(("layouts", "swap"), kernel_cases.SKEWED)
