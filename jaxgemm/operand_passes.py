@@ -12,6 +12,7 @@ from pallas_kernels import (
   halves_pass,
   lhs_registers,
   operand_tiles,
+  padding,
   parts,
   specialised,
   tiles,
@@ -69,7 +70,7 @@ def splitting(
   if n_major and not lhs_registers.takes_n_major(config):
     found.append(("transposing", found[0][1], 8 * math.prod(product.rhs_shape)))
   way = "flat" if product.lhs_layout == "k-major" else "tiled"
-  if operand_tiles.needs_padding(*product.lhs_shape[1:], "float32", way):
+  if padding.needs_padding(*product.lhs_shape[1:], "float32", way):
     operand = "rhs" if config.swap else "lhs"
     found.append(("padding", operand, 8 * math.prod(product.lhs_shape)))
   if config.swap and min(problem.m, problem.n) > 1:
@@ -125,5 +126,5 @@ def _pass_over(problem: Problem, shape, k_major: bool, way: str) -> str | None:
     return "rounding" if k_major else "rounding and transposing"
   if tiles.reads_k_major_only(problem.dtype) and not k_major:
     return "transposing"
-  padded = operand_tiles.needs_padding(*shape[1:], problem.dtype, way)
+  padded = padding.needs_padding(*shape[1:], problem.dtype, way)
   return "padding" if padded else None

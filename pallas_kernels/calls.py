@@ -10,7 +10,14 @@ import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import activations, lhs_registers, operand_tiles, parts, tiles
+from pallas_kernels import (
+  activations,
+  lhs_registers,
+  operand_tiles,
+  padding,
+  parts,
+  tiles,
+)
 from pallas_kernels import epilogue as epilogues
 from pallas_kernels.halves import Halves
 from pallas_kernels.problem import Config, Problem
@@ -110,7 +117,7 @@ def make_call(
     by_name = pad_block_scales(*operands[-2:], config)
   elif parts.is_split(result) and not split.lhs_in_registers:
     lhs_and_rhs = [
-        parts.split(operand_tiles.mend_stride(x, split.dtype), split.count)
+        parts.split(padding.mend_stride(x, split.dtype), split.count)
         for x in operands[:2]
     ]
   if split is not None and split.lhs_in_registers:

@@ -34,7 +34,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from pallas_kernels import halves_of, halves_pass, operand_tiles
+from pallas_kernels import halves_of, halves_pass, padding
 from pallas_kernels.halves_of import ENDLESS, LOSES, SMALL
 from pallas_kernels.problem import Problem
 
@@ -89,7 +89,7 @@ def _split(x: jax.Array, axis: int, by_kernels: bool):
   The parts, and they alone, are padded to a stride that TMA takes.
   """
   mn = x.shape[3 - axis]
-  padded = operand_tiles.mend_stride(x, jnp.float16)
+  padded = padding.mend_stride(x, jnp.float16)
   along_cols = axis == 2
   if by_kernels and padded is x and halves_pass.serves(x.shape, along_cols):
     if along_cols:

@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import accumulate, operand_tiles, parts, tiles
+from pallas_kernels import accumulate, operand_tiles, padding, parts, tiles
 from pallas_kernels.problem import PersistentConfig, Problem
 
 TILE_K = 32  # 128 bytes of k-major lhs.
@@ -62,8 +62,8 @@ def prepare(
   """lhs as it is, but for its stride; the parts of rhs, as it is stored if that goes."""
   k_major = problem.lhs_layout == "k-major"
   way = "flat" if k_major else "tiled"
-  needed = operand_tiles.needs_padding(*lhs.shape[1:], jnp.float32, way)
-  [(lhs,)] = operand_tiles.pad_all(
+  needed = padding.needs_padding(*lhs.shape[1:], jnp.float32, way)
+  [(lhs,)] = padding.pad_all(
       [(lhs,)], ["float32"], [way if needed else None], by_kernel=not emulated
   )
   rhs_k_major = problem.rhs_layout == "k-major"
@@ -76,9 +76,9 @@ def prepare(
     # Its blocks are 8 x 32: a slot has 32 of k.
     pad = tiles.round_up(rhs.shape[2], TILE_K) - rhs.shape[2]
     rhs = lax.pad(rhs, jnp.zeros((), rhs.dtype), ((0, 0, 0), (0, 0, 0), (0, pad, 0)))
-  if operand_tiles.needs_padding(*rhs.shape[1:], jnp.bfloat16, rhs_way):
+  if padding.needs_padding(*rhs.shape[1:], jnp.bfloat16, rhs_way):
     # Before it is split, so that one pass does both.
-    rhs = operand_tiles.pad_for_tma(rhs, jnp.bfloat16, rhs_way)
+    rhs = padding.pad_for_tma(rhs, jnp.bfloat16, rhs_way)
   split = parts.split(rhs, 3)
   several = problem.batch > 1
   return operand_tiles.Prepared(

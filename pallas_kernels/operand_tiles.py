@@ -18,10 +18,10 @@ five ways (`Operand.way`):
   skewed   lhs that fits in none of the first three, where the config says so: TMA
            copies it skewed, and consumers take it from there (see `skewed`).
 
-The first three want a row stride that is a multiple of 16 bytes; flat and chunks
-serve any size, as TMA fills what lies outside with zeros. `prepare` pads the
-operands that do not fit. In the emulator every copy is a tiled one: it gives each
-view of shared memory a memory of its own, and has no rule about sizes.
+The first three want a row stride that is a multiple of 16 bytes; flat and chunks serve
+any size, as TMA fills what lies outside with zeros. `prepare` pads the operands that do
+not fit (see `padding`). In the emulator every copy is a tiled one: it gives each view
+of shared memory a memory of its own, and has no rule about sizes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import n_major, pads, register_loads, skewed, tiles
+from pallas_kernels import n_major, padding, register_loads, skewed, tiles
 from pallas_kernels.problem import Problem
 
 Ref = Any  # A Pallas reference.
@@ -280,19 +280,9 @@ def _way(shape, layout: str, dtype) -> str:
   _, rows, cols = shape
   if layout == "k-major":
     return "flat"
-  fits = not needs_padding(rows, cols, dtype, "tiled")
+  fits = not padding.needs_padding(rows, cols, dtype, "tiled")
   # A pass that mends the stride pads whatever else is wanted.
   return "tiled" if fits or cols % tiles.tma_stride_elems(dtype) else "chunks"
-
-
-def needs_padding(rows: int, cols: int, dtype, way: str) -> bool:
-  """Whether TMA cannot take an operand stored [rows, cols] as it is."""
-  if cols % tiles.tma_stride_elems(dtype):
-    return True
-  if way != "tiled":
-    return False
-  elems = tiles.swizzle_elems(dtype)
-  return bool((rows % 8 and rows > 8) or (cols % elems and cols > elems))
 
 
 def takes_loads(problem: Problem, config) -> bool:
@@ -301,67 +291,6 @@ def takes_loads(problem: Problem, config) -> bool:
   float32 operands take a pass anyway, which pads them at no cost.
   """
   return not getattr(config, "pad", True) and problem.itemsize == 2
-
-
-def padded_shape(shape: tuple[int, ...], dtype, way: str) -> tuple[int, int, int]:
-  """The shape that TMA takes in place of an operand's [batch, rows, cols].
-
-  See `needs_padding`. Most need only their row stride mended; one that is read tiled
-  may need both dimensions.
-  """
-  batch, rows, cols = shape
-  elems = tiles.swizzle_elems(dtype)
-  if cols <= elems:
-    elems = tiles.tma_stride_elems(dtype)
-  if rows > 8 and way == "tiled":
-    rows = tiles.round_up(rows, 8)
-  return batch, rows, tiles.round_up(cols, elems)
-
-
-def pad_for_tma(x: jax.Array, dtype, way: str) -> jax.Array:
-  """Pads an operand that TMA cannot take as it is. Zeros do not change the product."""
-  shape = padded_shape(x.shape, dtype, way)
-  widths = [(0, new - old, 0) for old, new in zip(x.shape, shape, strict=True)]
-  return lax.pad(x, jnp.zeros((), x.dtype), widths)
-
-
-def pad_all(
-    operands: list[tuple[jax.Array, ...]], dtypes: Sequence[str],
-    ways: Sequence[str | None], *, by_kernel: bool,
-) -> list[tuple[jax.Array, ...]]:
-  """The operands, of the arrays of which those with a way are padded for it.
-
-  By one kernel of ours, if a chip runs it and it serves them all; or by XLA, in the pass
-  that makes the arrays, if one does.
-  """
-  arrays, shapes = [], []
-  for its, dtype, way in zip(operands, dtypes, ways, strict=True):
-    if way is not None:
-      arrays += its
-      shapes += [padded_shape(x.shape, dtype, way) for x in its]
-  if not arrays:
-    return operands
-  served = all(map(pads.serves, shapes, (x.dtype.itemsize for x in arrays)))
-  if not (by_kernel and served):
-    return [
-        its if way is None else tuple(pad_for_tma(x, dtype, way) for x in its)
-        for its, dtype, way in zip(operands, dtypes, ways, strict=True)
-    ]
-  padded = iter(pads.pad(arrays, shapes))
-  return [
-      its if way is None else tuple(next(padded) for _ in its)
-      for its, way in zip(operands, ways, strict=True)
-  ]
-
-
-def mend_stride(x: jax.Array, dtype) -> jax.Array:
-  """x, padded where an array of `dtype` of its shape had a stride that TMA refuses.
-
-  Before the elements are converted, so that one pass does both.
-  """
-  if x.shape[-1] % tiles.tma_stride_elems(dtype):
-    return pad_for_tma(x, dtype, "tiled")
-  return x
 
 
 def _round_to_tf32(x: jax.Array) -> jax.Array:
@@ -431,7 +360,7 @@ def prepare(
       its_way = "loads"
     elif is_lhs and getattr(config, "skew", False) and not emulated:
       its_way, its = "skewed", tuple(x.reshape(-1) for x in its)
-    elif needs_padding(*its[0].shape[1:], dtype, its_way):
+    elif padding.needs_padding(*its[0].shape[1:], dtype, its_way):
       if takes_loads(problem, config) and not emulated:
         its_way = "loads"
       else:
@@ -447,7 +376,7 @@ def prepare(
         )
     )
   by_kernel = not emulated and problem.dtype != "float32"  # Those are rounded anyway.
-  return Prepared(*pad_all(arrays, dtypes, pad_for, by_kernel=by_kernel), *found)
+  return Prepared(*padding.pad_all(arrays, dtypes, pad_for, by_kernel=by_kernel), *found)
 
 
 def multiply_fragments(acc: Ref, lhs: jax.Array, prepared: Prepared, slots: Ref, slot):

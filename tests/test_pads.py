@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import integers, operand_tiles, pads
+from pallas_kernels import integers, padding, pads
 
 # What is padded together: (shape, way) of each array.
 OPERANDS = (
@@ -34,8 +34,8 @@ def _operands(shapes, dtype):
 def test_shapes(operands):
   """Rows that TMA strides over, and no more than a line longer."""
   for (batch, rows, cols), way in operands:
-    shape = operand_tiles.padded_shape((batch, rows, cols), "bfloat16", way)
-    assert not operand_tiles.needs_padding(*shape[1:], "bfloat16", way)
+    shape = padding.padded_shape((batch, rows, cols), "bfloat16", way)
+    assert not padding.needs_padding(*shape[1:], "bfloat16", way)
     assert shape[0] == batch
     assert rows <= shape[1] < rows + 8 and cols <= shape[2] < cols + 64
 
@@ -44,7 +44,7 @@ def test_shapes(operands):
 @pytest.mark.parametrize("operands", OPERANDS, ids=str)
 def test_one_kernel_pads_all(operands, dtype):
   types = [jax.ShapeDtypeStruct(shape, dtype) for shape, _ in operands]
-  shapes = [operand_tiles.padded_shape(x, dtype, way) for x, way in operands]
+  shapes = [padding.padded_shape(x, dtype, way) for x, way in operands]
   pad = jax.jit(lambda *x: pads.pad(x, shapes))
   text = jax.export.export(pad, platforms=["cuda"])(*types).mlir_module()
   assert text.count("custom_call @mosaic_gpu") == 1
@@ -68,10 +68,10 @@ def test_pieces_are_counted_without_a_sign():
 @pytest.mark.parametrize("operands", OPERANDS, ids=str)
 def test_gpu_same_bits_as_xla(operands, dtype):
   arrays = _operands([shape for shape, _ in operands], dtype)
-  shapes = [operand_tiles.padded_shape(x, dtype, way) for x, way in operands]
+  shapes = [padding.padded_shape(x, dtype, way) for x, way in operands]
   found = jax.jit(lambda *x: pads.pad(x, shapes))(*arrays)
   for x, (_, way), out in zip(arrays, operands, found, strict=True):
-    wanted = operand_tiles.pad_for_tma(x, dtype, way)
+    wanted = padding.pad_for_tma(x, dtype, way)
     bits = (np.asarray(y).view(f"int{8 * x.dtype.itemsize}") for y in (out, wanted))
     np.testing.assert_array_equal(*bits)
 
