@@ -157,9 +157,9 @@ class Operand:
     """
     batch = batch if self.batched else 0
     if self.way == "skewed":
-      rows, (row, col) = (self.mn, (mn, k)) if self.k_major else (self.k, (k, mn))
       tile = self._skewed(gmem[0].size // (self.k if self.k_major else self.mn))
-      tile.load(gmem[0], slots.at[slot], barrier, batch * rows + row, col)
+      at = (mn, k) if self.k_major else (k, mn)
+      tile.load(gmem[0], slots.at[slot], barrier, batch, *at)
       return
     slots = self._views(slots)[0]
     slot, size = slot * self.num_parts + part, self.array_mn
@@ -214,13 +214,14 @@ class Operand:
 
   def _skewed(self, num_rows: int) -> skewed.Skewed:
     """The tiles of this operand's `num_rows` rows, those of all products."""
-    cols = self.k if self.k_major else self.mn
-    return skewed.Skewed(num_rows, cols, self.tile_mn, self.k_major, self.dtype)
+    rows, cols = (self.mn, self.k) if self.k_major else (self.k, self.mn)
+    return skewed.Skewed(
+        num_rows, cols, self.tile_mn, self.k_major, self.dtype, rows * self.batched
+    )
 
-  def load_fragments(self, slots: Ref, slot, start) -> jax.Array:
-    """64 of mn from `start` on, of an operand that came skewed: for `skewed.fragments`.
-    """
-    return self._skewed(0).load_fragments(slots.at[slot], start)
+  def load_fragments(self, slots: Ref, slot, start, batch) -> jax.Array:
+    """64 of mn from `start` on, of an operand that came skewed: for `fragments`."""
+    return self._skewed(0).load_fragments(slots.at[slot], start, batch)
 
   def fragments(self, loaded: jax.Array) -> jax.Array:
     """What `load_fragments` loaded, as wgmma takes it."""

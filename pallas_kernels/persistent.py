@@ -211,7 +211,8 @@ def run(
 
         def multiply(acc, first, count):
           ring.consume(
-              acc, refs, first_step=local * k_steps + first, num_steps=count, **starts
+              acc, refs, first_step=local * k_steps + first, num_steps=count,
+              batch=of_batch, **starts,
           )
 
         def multiply_group(acc, k_step, index):

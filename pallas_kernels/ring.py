@@ -150,14 +150,18 @@ class Ring:
     count = lax.div(self.k_steps - first + turns - 1, turns)
     lax.fori_loop(jnp.int32(0), count, load, None)
 
-  def consume(self, acc, refs, *, first_step, num_steps, lhs_start, rhs_start):
+  def consume(
+      self, acc, refs, *, first_step, num_steps, lhs_start, rhs_start, batch=0
+  ):
     """acc += the product of `num_steps` slots; one slot's wgmma stays in flight.
 
-    This warpgroup's share of them begins at `lhs_start` and `rhs_start`.
+    This warpgroup's share of them begins at `lhs_start` and `rhs_start`. They are of
+    product `batch`.
     """
     if self.lhs.way == "skewed":
       self._consume_skewed(
-          acc, refs, first_step=first_step, num_steps=num_steps, start=lhs_start
+          acc, refs, first_step=first_step, num_steps=num_steps, start=lhs_start,
+          batch=batch,
       )
       return
     slots = refs["lhs_slots"], refs["rhs_slots"]
@@ -177,7 +181,7 @@ class Ring:
     lax.fori_loop(jnp.int32(0), jnp.int32(num_steps), multiply, None)
     self.finish(refs, step=first_step + num_steps - 1)
 
-  def _consume_skewed(self, acc, refs, *, first_step, num_steps, start):
+  def _consume_skewed(self, acc, refs, *, first_step, num_steps, start, batch):
     """The same, of lhs that goes through registers.
 
     With enough slots the loads of the next are on their way before a slot's wgmma
@@ -187,7 +191,7 @@ class Ring:
 
     def load(step):
       plgpu.barrier_wait(self._barrier(refs["full"], step))
-      return self.lhs.load_fragments(refs["lhs_slots"], self._slot(step), start)
+      return self.lhs.load_fragments(refs["lhs_slots"], self._slot(step), start, batch)
 
     def multiply(step, loaded, following=None):
       lhs = self.lhs.fragments(loaded)

@@ -7,6 +7,11 @@ last 16 bytes before its first element, up to 7 elements early: its skew. A tile
 in eight copies, a window of each, wide enough for what the skew takes. The last of the
 elements that TMA sees of a row is the row's own last: what lies beyond k is zeros.
 
+Of several products all rows are one array's. One whose number is no multiple of 8
+begins with another of the eight arrays than the one before, which changes their places
+in a slot by a turn. What lies beyond its last row is the next one's: of rows of k that
+would be added, so m-major products have whole tiles of those.
+
 wgmma reads no such tile. Its lhs may be registers, though, and these are loaded element
 by element, each from its place. (rhs may not: it has another way, or operands change
 places.) Of a slot [8, tile rows / 8, pitch], without swizzle:
@@ -104,6 +109,7 @@ class Skewed:
     tile_m: rows of the product that a tile has.
     k_major: whether a row holds elements of k, else of m.
     dtype: by name.
+    apart: rows from one product to the next; 0: there is one.
   """
 
   rows: int
@@ -111,12 +117,22 @@ class Skewed:
   tile_m: int
   k_major: bool
   dtype: str
+  apart: int = 0
 
   @property
   def slot_shape(self) -> tuple[int, int, int]:
     """Of one tile in shared memory: array, row, element."""
     rows, cols = (self.tile_m, TILE_K) if self.k_major else (TILE_K, self.tile_m)
     return ARRAYS, rows // ARRAYS, cols + _UNIT + self.lead(ARRAYS - 1)
+
+  @property
+  def turns(self) -> bool:
+    """Whether not all products begin with the same of the eight arrays: k-major ones."""
+    return self.apart % ARRAYS > 0
+
+  def turn(self, batch) -> Any:
+    """Of a product's slots: the array that comes first in them."""
+    return batch * (self.apart % ARRAYS) & (ARRAYS - 1) if self.turns else 0
 
   def skew(self, array: int) -> int:
     """Elements by which TMA's view begins before the array."""
@@ -134,19 +150,18 @@ class Skewed:
         self.cols + skew, ARRAYS * self.cols,
     )
 
-  def load(self, gmem: Ref, slot: Ref, barrier: Ref, row, col) -> None:
-    """Starts the copies of the tile at (row, col), which arrive on `barrier` as one.
+  def load(self, gmem: Ref, slot: Ref, barrier: Ref, batch, row, col) -> None:
+    """Starts the copies of a product's tile at (row, col); they arrive as one.
 
     One warp calls. `gmem` is flat; row and col are multiples of 8.
     """
     num_bytes, box = 2 * math.prod(self.slot_shape), self.slot_shape[1:]
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType(), _SCALAR, _SCALAR, _SCALAR)
+        arg_types=(plgpu.RefType(), plgpu.RefType(), _SCALAR, _SCALAR, _SCALAR, _SCALAR)
     )
-    def copy(context, gmem, slot, address, row, col):
-      address, row, col = (x.registers.item() for x in (address, row, col))
-      row = _index(arith.shrui(row, i32(3)))
+    def copy(context, gmem, slot, address, row, col, turn):
+      address, row, col, turn = (x.registers.item() for x in (address, row, col, turn))
       one_lane = mgpu.utils.single_thread_predicate(mgpu.utils.ThreadSubset.WARP)
       # Pallas has a barrier wait for each thread of a warpgroup.
       for instruction in (
@@ -159,18 +174,31 @@ class Skewed:
       pointer = llvm.inttoptr(ir.Type.parse("!llvm.ptr<3>"), address)
       barrier = mgpu.utils.BarrierRef(pointer, i32(0), None, 1)
       for array in range(ARRAYS):
-        start = row, _index(arith.subi(col, i32(self.lead(array))))
+        place, *start = self._begin(array, row, col, turn)
+        start = tuple(map(_index, start))
         context.async_copy(
-            src_ref=gmem, dst_ref=mgpu.utils.memref_slice(slot, array),
+            src_ref=gmem, dst_ref=mgpu.utils.memref_slice(slot, _index(place)),
             # As many elements; the window says which.
             gmem_slice=(mgpu.utils.ds(_index(i32(0)), math.prod(box)),),
             gmem_transform=(_Window(self.view(array), box, start),),
             barrier=barrier, arrive=False, predicate=one_lane,
         )
 
-    copy(gmem, slot, compat.barrier_address(barrier), jnp.int32(row), jnp.int32(col))
+    scalars = map(jnp.int32, (batch * self.apart + row, col, self.turn(batch)))
+    copy(gmem, slot, compat.barrier_address(barrier), *scalars)
 
-  def load_fragments(self, slot: Ref, start) -> jax.Array:
+  def _begin(self, array: int, row, col, turn) -> tuple[Any, Any, Any]:
+    """The place of an array in a slot, and (row, col) of its view where its box begins.
+
+    `row` is one of all products' rows, `turn` its remainder by 8.
+    """
+    place = i32(array)
+    if self.turns:
+      place = arith.andi(arith.subi(place, turn), i32(ARRAYS - 1))
+      row = arith.addi(row, place)
+    return place, arith.shrui(row, i32(3)), arith.subi(col, i32(self.lead(array)))
+
+  def load_fragments(self, slot: Ref, start, batch) -> jax.Array:
     """64 rows of the tile from `start` on, for `fragments`: int32 [64, 64] of (m, k).
 
     The loads are on their way when this returns. Each integer is one element, or the
@@ -178,15 +206,18 @@ class Skewed:
     """
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), _SCALAR),
+        arg_types=(plgpu.RefType(), _SCALAR, _SCALAR),
         return_type=plgpu.ShapeDtypeStruct(_SHAPE, jnp.int32, layout=plgpu.Layout.WGMMA),
     )
-    def load(_, slot, start):
-      start = start.registers.item()
-      read = self._from_rows if self.k_major else self._from_columns
-      return _array([_pair(i32_type(), words) for words in read(slot, start)], True)
+    def load(_, slot, start, turn):
+      at = slot, start.registers.item()
+      if self.k_major:
+        words = self._from_rows(*at, turn.registers.item())
+      else:
+        words = self._from_columns(*at)
+      return _array([_pair(i32_type(), each) for each in words], True)
 
-    return load(slot, jnp.int32(start))
+    return load(slot, jnp.int32(start), jnp.int32(self.turn(batch)))
 
   def fragments(self, loaded: jax.Array) -> jax.Array:
     """What `load_fragments` loaded, [64, 64] as wgmma takes it."""
@@ -216,9 +247,10 @@ class Skewed:
 
   def _is_whole(self, half: int) -> bool:
     """Whether two elements of k lie in one word: the skew is even."""
-    return self.k_major and (half == 0 or self.cols % 2 == 0)
+    always = half == 0 and self.apart % 2 == 0  # Of arrays 0, 2, 4 and 6.
+    return self.k_major and (always or self.cols % 2 == 0)
 
-  def _from_rows(self, slot, start) -> list[tuple[ir.Value, ir.Value]]:
+  def _from_rows(self, slot, start, turn) -> list[tuple[ir.Value, ir.Value]]:
     """A thread's pairs of neighbours of k, of k-major rows."""
     warp, group, lane = place_of_fragment()
     _, rows, pitch = self.slot_shape
@@ -228,7 +260,9 @@ class Skewed:
       array = arith.addi(arith.shli(warp, i32(1)), i32(half))
       element = arith.addi(
           arith.muli(arith.addi(arith.muli(array, i32(rows)), row), i32(pitch)),
-          arith.addi(self._skew_of(array), arith.shli(lane, i32(1))),
+          arith.addi(
+              self._skew_of(arith.addi(array, turn)), arith.shli(lane, i32(1))
+          ),
       )
       bases.append(_address(slot, element))
     return [
@@ -257,6 +291,7 @@ class Skewed:
     ]
 
   def _skew_of(self, array: ir.Value) -> ir.Value:
+    """As `skew` says; of arrays beyond the eighth those that they stand for."""
     return arith.andi(arith.muli(array, i32(self.cols % _UNIT)), i32(_UNIT - 1))
 
 
@@ -283,9 +318,9 @@ def check(problem: Problem, config: PersistentConfig) -> str | None:
     return "skew=True: TMA strides over the rows of this lhs"
   if rows < ARRAYS:
     return f"skew=True: lhs has {rows} rows, fewer than {ARRAYS}"
-  if problem.batch > 1 and problem.lhs_batched:
-    if rows % ARRAYS or (not k_major and rows % TILE_K):
-      return f"skew=True: tiles of {rows} rows would reach into the next product's"
+  several = problem.batch > 1 and problem.lhs_batched
+  if several and not k_major and rows % TILE_K:
+    return f"skew=True: tiles of {rows} rows of k would reach into the next product's"
   tile = Skewed(rows, cols, config.tile_m, k_major, problem.dtype)
   if tile.slot_shape[-1] > _MAX_BOX:
     return f"tile_m={config.tile_m}: TMA copies {_MAX_BOX} elements of an m-major row"

@@ -258,6 +258,12 @@ def test_lhs_that_comes_skewed(size, layouts, swap):
   finite = np.isfinite(result.astype(np.float32))[0]
   assert run and not finite[5].any() and not finite[:, 5].any()
   assert np.delete(np.delete(finite, 5, 0), 5, 1).all()
+  problem = make_problem(*size, layouts, batch=3)
+  lhs, rhs = (np.array(x) for x in kernel_cases.random_operands(problem))
+  (rhs if swap else lhs)[1] = np.nan
+  result = np.asarray(launch("persistent", problem, config, (lhs, rhs)))
+  finite = np.isfinite(result.astype(np.float32))
+  assert finite[0].all() and not finite[1].any() and finite[2].all()
 
 
 @pytest.mark.parametrize("n", [8, 16, 32, 64])

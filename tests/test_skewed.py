@@ -8,7 +8,7 @@ import math
 import operator
 import types
 
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 import numpy as np
 import pytest
@@ -23,56 +23,77 @@ from tests.kernel_cases import check, lowered, make_problem, small_config
 FIELDS = kernel_cases.SKEWED_FIELDS
 
 
-def copied(tile: skewed.Skewed, flat: np.ndarray, row: int, col: int) -> np.ndarray:
+@pytest.fixture
+def in_integers(monkeypatch):
+  """What `skewed` computes in MLIR, computed."""
+  names = dict(
+      addi="add", subi="sub", muli="mul", andi="and_", shli="lshift", shrui="rshift"
+  )
+  computed = {name: getattr(operator, does) for name, does in names.items()}
+  monkeypatch.setattr(skewed, "arith", types.SimpleNamespace(**computed))
+  monkeypatch.setattr(skewed, "i32", int)
+
+
+def copied(
+    tile: skewed.Skewed, flat: np.ndarray, row: int, col: int, batch: int = 0
+) -> np.ndarray:
   """What `Skewed.load` has TMA put into a slot, by TMA's rules; checks those."""
   slot = np.full(tile.slot_shape, np.nan)
   _, rows, width = tile.slot_shape
   assert width * 2 % 16 == 0 and max(rows, width) <= 256  # Of a box.
+  first = batch * tile.apart + row
+  places = set()
   for array in range(skewed.ARRAYS):
     view = tile.view(array)
-    start = col - tile.lead(array)
+    place, begin, start = tile._begin(array, first, col, tile.turn(batch))
+    places.add(place)
     # Its address, strides and the box's begin at multiples of 16 bytes, within memory.
     assert view.offset % 8 == view.pitch % 8 == start % 8 == 0 <= view.offset
     assert view.offset + (view.rows - 1) * view.pitch + view.cols <= flat.size
     for i in range(rows):
       for x in range(width):
-        at = row // 8 + i, start + x
+        at = begin + i, start + x
         inside = at[0] < view.rows and 0 <= at[1] < view.cols
         value = flat[view.offset + at[0] * view.pitch + at[1]] if inside else 0.0
-        slot[array, i, x] = value
+        slot[place, i, x] = value
+  assert places == set(range(skewed.ARRAYS))
   return slot
 
 
-@settings(max_examples=30, deadline=None)
 @given(
     rows=st.integers(8, 90), cols=st.integers(1, 140), k_major=st.booleans(),
     place=st.tuples(st.integers(0, 3), st.integers(0, 3)),
+    of=st.integers(1, 4).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n - 1))),
 )
-def test_elements_are_where_consumers_look_for_them(rows, cols, k_major, place):
-  """All of a tile within the array; zeros beyond k."""
-  tile = skewed.Skewed(rows, cols, 64, k_major, "bfloat16")
+@settings(
+    max_examples=40, deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+def test_elements_are_where_consumers_look_for_them(
+    in_integers, rows, cols, k_major, place, of
+):
+  """All of a product's tile within the array; zeros beyond k."""
+  products, batch = of
+  if products > 1 and not k_major:
+    rows = 64
+  apart = rows if products > 1 else 0
+  tile = skewed.Skewed(products * rows, cols, 64, k_major, "bfloat16", apart)
   row, col = (64 * at for at in place)
-  flat = 1.0 + np.arange(rows * cols, dtype=np.float64)
-  slot = copied(tile, flat, row, col)
+  flat = 1.0 + np.arange(products * rows * cols, dtype=np.float64)
+  slot = copied(tile, flat, row, col, batch)
   wanted = np.zeros((row + 64, col + 64))
-  shown = flat.reshape(rows, cols)[: row + 64, : col + 64]
+  shown = flat.reshape(products, rows, cols)[batch, : row + 64, : col + 64]
   wanted[: shown.shape[0], : shown.shape[1]] = shown
   for r in range(64):
-    array, i = r % 8, r // 8
-    first = tile.lead(array) + tile.skew(array)
-    found = slot[array, i, first : first + 64]
-    # What lies beyond the columns of an m-major lhs is not stored: anything may.
+    at, i = r % 8, r // 8
+    first = tile.lead(at) + tile.skew((at + tile.turn(batch)) % 8)
+    found = slot[at, i, first : first + 64]
+    # What lies beyond the columns of an m-major lhs is not stored: anything may. Nor are
+    # rows of the next product.
     valid = 64 if k_major else max(0, min(64, cols - col))
+    if apart and row + r >= rows:
+      continue
     np.testing.assert_array_equal(found[:valid], wanted[row + r, col : col + valid])
-
-
-@pytest.fixture
-def in_integers(monkeypatch):
-  """What `skewed` computes in MLIR, computed."""
-  names = dict(addi="add", muli="mul", andi="and_", shli="lshift", shrui="rshift")
-  computed = {name: getattr(operator, does) for name, does in names.items()}
-  monkeypatch.setattr(skewed, "arith", types.SimpleNamespace(**computed))
-  monkeypatch.setattr(skewed, "i32", int)
 
 
 def test_rows_of_a_fragment(in_integers):
@@ -84,13 +105,16 @@ def test_rows_of_a_fragment(in_integers):
 
 
 @pytest.mark.parametrize("cols", [201, 202, 204, 207])
+@pytest.mark.parametrize("batch", [0, 1, 6])
 @pytest.mark.parametrize("k_major", [True, False])
-def test_threads_load_their_elements(in_integers, monkeypatch, k_major, cols):
+def test_threads_load_their_elements(in_integers, monkeypatch, k_major, batch, cols):
   """Each thread's words are the elements that wgmma's fragment has there."""
-  rows, tile = 130, skewed.Skewed(130, cols, 128, k_major, "bfloat16")
-  flat = 1.0 + np.arange(rows * cols, dtype=np.float64)
-  slot = copied(tile, flat, 0, 64 if k_major else 0).ravel()
-  matrix = flat.reshape(rows, cols)
+  rows = 131 if k_major or not batch else 192
+  apart = rows if batch else 0
+  tile = skewed.Skewed((batch + 1) * rows, cols, 128, k_major, "bfloat16", apart)
+  flat = 1.0 + np.arange((batch + 1) * rows * cols, dtype=np.float64)
+  slot = copied(tile, flat, 0, 64 if k_major else 0, batch).ravel()
+  matrix = flat.reshape(-1, rows, cols)[batch]
   matrix = matrix[:128, 64:128] if k_major else matrix[:64, :128].T  # Of (m, k).
 
   def load(kind, element, offset):
@@ -103,8 +127,11 @@ def test_threads_load_their_elements(in_integers, monkeypatch, k_major, cols):
   for thread, start in itertools.product(range(128), (0, 64)):
     warp, group, lane = thread // 32, thread % 32 // 4, thread % 4
     monkeypatch.setattr(skewed, "place_of_fragment", lambda at=(warp, group, lane): at)
-    read = tile._from_rows if k_major else tile._from_columns
-    for i, (first, second) in enumerate(read(None, start)):
+    if k_major:
+      words = tile._from_rows(None, start, tile.turn(batch))
+    else:
+      words = tile._from_columns(None, start)
+    for i, (first, second) in enumerate(words):
       block, half = divmod(i, 2)
       row = 16 * warp + 8 * half + group
       row = start + (skewed.row_of(row) if k_major else row)
@@ -121,9 +148,11 @@ def test_threads_load_their_elements(in_integers, monkeypatch, k_major, cols):
 )
 def test_lowers_for_cuda(kernel, fields, layouts, swap):
   config = small_config(kernel, swap=swap, **FIELDS, **fields)
-  problem = make_problem(205, 203, 333, layouts)
-  assert KERNELS[kernel].supports(problem, config) is None
-  assert f"jaxgemm_{kernel}" in lowered(kernel, problem, config)
+  k_major = layouts[1] == "T" if swap else layouts[0] == "N"
+  for batch, k in ((1, 333), (3, 333 if k_major else 320)):
+    problem = make_problem(205, 203, k, layouts, batch=batch)
+    assert KERNELS[kernel].supports(problem, config) is None
+    assert f"jaxgemm_{kernel}" in lowered(kernel, problem, config)
 
 
 @pytest.mark.parametrize("fields", [dict(consumers=2, tile_m=128), dict(num_stages=3)])
@@ -149,7 +178,7 @@ def test_emulated(layouts, swap):
         (dict(k=328), {}, "TMA strides over"),
         (dict(dtype="float32"), dict(tile_k=32), "float32 operands"),
         (dict(m=7), {}, "has 7 rows"),
-        (dict(batch=2), {}, "205 rows would reach into the next"),
+        (dict(batch=2, layouts="TN"), {}, "333 rows of k would reach into the next"),
         (dict(layouts="TN"), dict(tile_m=256, consumers=2), "TMA copies 256"),
         ({}, dict(tile_k=128), "tile_k=128"),
         ({}, dict(tile_m=128), "64 rows of a tile"),
