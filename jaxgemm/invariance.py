@@ -10,7 +10,9 @@ depend on the config only where that
                         that are split in registers are others, and rounding errors are
                         kept where a tile leaves the registers for it.
 
-What is left chooses among kernels, tiles, stages, clusters and orders of tiles.
+What is left chooses among kernels, tiles, stages, clusters, orders of tiles and the way
+of lhs: out of registers the tensor cores add up as out of shared memory (float32 results
+of lhs that comes skewed are those of lhs that is padded, bit by bit: tests/test_gpu.py).
 
 Source: He et al., "Defeating nondeterminism in LLM inference" (2025).
 """
@@ -32,8 +34,6 @@ def why_not(problem: Problem, config: Config | None) -> str | None:
     return "gemv serves few rows alone, without tensor cores"
   if getattr(config, "splits", 1) > 1:
     return "k is split, and the more the fewer rows there are"
-  if getattr(config, "skew", False):
-    return "wgmma takes lhs from registers: not known to sum as from shared memory"
   tile_k = tiles.swizzle_elems(parts.product(problem).dtype)
   if config.tile_k != tile_k:
     return f"tile_k={config.tile_k} is not {tile_k}, as where other rows are planned"

@@ -266,6 +266,24 @@ def test_lhs_that_comes_skewed(size, layouts, swap):
   assert finite[0].all() and not finite[1].any() and finite[2].all()
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("layouts", "size"),
+    [("NN", (1024, 512, 4097)), ("TN", (1025, 512, 4096)), ("NT", (1024, 520, 2047)),
+     ("TT", (1025, 520, 2047))],
+)
+def test_skewed_lhs_sums_as_padded_does(layouts, size, dtype):
+  """Bit by bit: what `jaxgemm.invariance` relies on."""
+  problem = make_problem(*size, layouts, dtype, out_dtype="float32")
+  config = small_config("persistent", promote=4)
+  operands = kernel_cases.random_operands(problem)
+  found = [
+      np.asarray(launch("persistent", problem, each, operands))
+      for each in (config, dataclasses.replace(config, skew=True))
+  ]
+  np.testing.assert_array_equal(*found)
+
+
 @pytest.mark.parametrize("n", [8, 16, 32, 64])
 @pytest.mark.parametrize("wg_dim", ["m", "n"])
 @pytest.mark.parametrize("kernel", ["persistent", "split_k"])

@@ -71,13 +71,18 @@ def test_plans_are_the_fastest_of_those():
     ("kind", "config", "named"),
     [("bfloat16", None, "XLA"), ("bfloat16", SplitKConfig(), "k is split"),
      ("float16 to float32", PersistentConfig(promote=1), "promote=1 is not 4"),
-     ("bfloat16", PersistentConfig(skew=True), "from registers"),
      ("highest", PersistentConfig(128, 128, promote=1, float16_parts=True), "other rows"),
      ("highest", PersistentConfig(128, 128, promote=1, split_lhs=True), "other rows"),
      ("highest", PersistentConfig(256, 128, promote=1), "rounding errors")],
 )
 def test_why_not(kind, config, named):
   assert named in invariance.why_not(problem_of(kind, 512, 512, 4096), config)
+
+
+def test_lhs_may_come_skewed():
+  problem = problem_of("bfloat16", 8192, 768, 50257)
+  chosen = plan.make_plan(problem, H200, batch_invariant=True)
+  assert chosen.config.skew and invariance.why_not(problem, chosen.config) is None
 
 
 def test_setting_and_argument(rng):
