@@ -285,8 +285,10 @@ def _specialised(
     for count, cluster_k in _splits(
         device, num_tiles, k_steps, waves, balances=split_lhs
     ):
-      # To transpose partial sums may take longer than all else, and gained at most 4%.
-      turned = swap and count > cluster_k and not parts.is_split(problem)
+      # To transpose partial sums may take longer than all else, and gained at most 4%,
+      # but where that spares a pass over the larger operand.
+      spares = parts.is_split(problem) or fields.get("skew", False)
+      turned = swap and count > cluster_k and not spares
       if num_tiles * count >= enough and not turned:
         fewer = promotion(
             problem, tiles.cdiv(k_steps, count), split_lhs=split_lhs
