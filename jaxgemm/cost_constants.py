@@ -16,7 +16,7 @@ class Model:
 
   roles: float = 0.574  # Of a kernel with a producer: to part the registers.
   team: float = 0.571  # Of each consumer but the first, to get going.
-  cluster: float = 0.032  # Of each CTA of a cluster, to be launched together.
+  cluster: float = 0.0757  # Of each CTA of a cluster, to be launched together.
   latency: float = 0.868  # From asking for a tile to having it.
   wait: float = 0.67  # The same, while all SMs ask, beside what its bytes take.
   descriptors: float = 0.454  # Until TMA has fetched them, and of its last store.

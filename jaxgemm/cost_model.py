@@ -158,7 +158,7 @@ def _busy(work: Work, device: Device, model: Model) -> float:
     if work.cluster_k > 1 and work.has_roles:
       step *= model.k_cluster
     step += bookkeeping / together + promotion
-    if work.has_roles and work.multicast != (1, 1):
+    if work.shares_crooked:
       step += model.shared_slot
     # CTAs that share an SM store while others multiply, unless the stores are masked:
     # those occupy the SM's own pipes.

@@ -96,6 +96,13 @@ class Work:
     return _of(self.config, "cluster_m"), _of(self.config, "cluster_n")
 
   @property
+  def shares_crooked(self) -> bool:
+    """Whether CTAs share tiles whose rows begin within lines of 128 bytes."""
+    along_m, along_n = self.multicast
+    crooked = operand_passes.misaligned(self.problem, tiles.SWIZZLE_BYTES)
+    return along_m > 1 and "rhs" in crooked or along_n > 1 and "lhs" in crooked
+
+  @property
   def more_pieces(self) -> int:
     """Pieces of a consumer's tile beyond the fewest, which have 128 bytes of its rows."""
     if not self.has_roles or hasattr(self.config, "splits"):
