@@ -22,7 +22,7 @@ class Model:
   descriptors: float = 0.454  # Until TMA has fetched them, and of its last store.
   l2_rate: float = 137e3  # L2 to shared memory.
   multicast: float = 0.37  # What an SM receives, beside what it asks for.
-  shared_slot: float = 0.0275  # Of a k tile that waits for slots of several CTAs.
+  shared_slot: float = 0.0275  # A k tile of crooked rows waits for slots of all CTAs.
   short_rows: float = 0.0165  # Of operands copied in rows of 128 bytes; less if longer.
   crooked_rows: float = 1.78  # As `short_rows`, of rows that begin within 128 bytes.
   crooked_memory: float = 0.248  # What crooked rows cost the memory itself.

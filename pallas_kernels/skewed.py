@@ -8,9 +8,9 @@ in eight copies, a window of each, wide enough for what the skew takes. The last
 elements that TMA sees of a row is the row's own last: what lies beyond k is zeros.
 
 Of several products all rows are one array's. One whose number is no multiple of 8
-begins with another of the eight arrays than the one before, which changes their places
-in a slot by a turn. What lies beyond its last row is the next one's: of rows of k that
-would be added, so m-major products have whole tiles of those.
+begins with another of the eight arrays than the one before, which rotates their places
+in a slot. What lies beyond its last row is the next one's: of rows of k that would be
+added, so m-major products have whole tiles of those.
 
 wgmma reads no such tile. Its lhs may be registers, though, and these are loaded element
 by element, each from its place. (rhs may not: it has another way, or operands change
@@ -109,7 +109,7 @@ class Skewed:
     tile_m: rows of the product that a tile has.
     k_major: whether a row holds elements of k, else of m.
     dtype: by name.
-    apart: rows from one product to the next; 0: there is one.
+    product_rows: of one product, where there are several; else 0.
   """
 
   rows: int
@@ -117,7 +117,7 @@ class Skewed:
   tile_m: int
   k_major: bool
   dtype: str
-  apart: int = 0
+  product_rows: int = 0
 
   @property
   def slot_shape(self) -> tuple[int, int, int]:
@@ -126,13 +126,13 @@ class Skewed:
     return ARRAYS, rows // ARRAYS, cols + _UNIT + self.lead(ARRAYS - 1)
 
   @property
-  def turns(self) -> bool:
+  def rotates(self) -> bool:
     """Whether not all products begin with the same of the eight arrays: k-major ones."""
-    return self.apart % ARRAYS > 0
+    return self.product_rows % ARRAYS > 0
 
-  def turn(self, batch) -> Any:
+  def rotation(self, batch) -> Any:
     """Of a product's slots: the array that comes first in them."""
-    return batch * (self.apart % ARRAYS) & (ARRAYS - 1) if self.turns else 0
+    return batch * (self.product_rows % ARRAYS) & (ARRAYS - 1) if self.rotates else 0
 
   def skew(self, array: int) -> int:
     """Elements by which TMA's view begins before the array."""
@@ -158,10 +158,10 @@ class Skewed:
     num_bytes, box = 2 * math.prod(self.slot_shape), self.slot_shape[1:]
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType(), _SCALAR, _SCALAR, _SCALAR, _SCALAR)
+        arg_types=(plgpu.RefType(), plgpu.RefType(), _SCALAR, _SCALAR, _SCALAR)
     )
-    def copy(context, gmem, slot, address, row, col, turn):
-      address, row, col, turn = (x.registers.item() for x in (address, row, col, turn))
+    def copy(context, gmem, slot, address, row, col):
+      address, row, col = (x.registers.item() for x in (address, row, col))
       one_lane = mgpu.utils.single_thread_predicate(mgpu.utils.ThreadSubset.WARP)
       # Pallas has a barrier wait for each thread of a warpgroup.
       for instruction in (
@@ -174,7 +174,7 @@ class Skewed:
       pointer = llvm.inttoptr(ir.Type.parse("!llvm.ptr<3>"), address)
       barrier = mgpu.utils.BarrierRef(pointer, i32(0), None, 1)
       for array in range(ARRAYS):
-        place, *start = self._begin(array, row, col, turn)
+        place, *start = self._begin(array, row, col)
         start = tuple(map(_index, start))
         context.async_copy(
             src_ref=gmem, dst_ref=mgpu.utils.memref_slice(slot, _index(place)),
@@ -184,17 +184,17 @@ class Skewed:
             barrier=barrier, arrive=False, predicate=one_lane,
         )
 
-    scalars = map(jnp.int32, (batch * self.apart + row, col, self.turn(batch)))
-    copy(gmem, slot, compat.barrier_address(barrier), *scalars)
+    row = batch * self.product_rows + row
+    copy(gmem, slot, compat.barrier_address(barrier), jnp.int32(row), jnp.int32(col))
 
-  def _begin(self, array: int, row, col, turn) -> tuple[Any, Any, Any]:
+  def _begin(self, array: int, row, col) -> tuple[Any, Any, Any]:
     """The place of an array in a slot, and (row, col) of its view where its box begins.
 
-    `row` is one of all products' rows, `turn` its remainder by 8.
+    `row` is one of all products' rows.
     """
     place = i32(array)
-    if self.turns:
-      place = arith.andi(arith.subi(place, turn), i32(ARRAYS - 1))
+    if self.rotates:
+      place = arith.andi(arith.subi(place, row), i32(ARRAYS - 1))
       row = arith.addi(row, place)
     return place, arith.shrui(row, i32(3)), arith.subi(col, i32(self.lead(array)))
 
@@ -209,15 +209,15 @@ class Skewed:
         arg_types=(plgpu.RefType(), _SCALAR, _SCALAR),
         return_type=plgpu.ShapeDtypeStruct(_SHAPE, jnp.int32, layout=plgpu.Layout.WGMMA),
     )
-    def load(_, slot, start, turn):
+    def load(_, slot, start, rotation):
       at = slot, start.registers.item()
       if self.k_major:
-        words = self._from_rows(*at, turn.registers.item())
+        words = self._from_rows(*at, rotation.registers.item())
       else:
         words = self._from_columns(*at)
       return _array([_pair(i32_type(), each) for each in words], True)
 
-    return load(slot, jnp.int32(start), jnp.int32(self.turn(batch)))
+    return load(slot, jnp.int32(start), jnp.int32(self.rotation(batch)))
 
   def fragments(self, loaded: jax.Array) -> jax.Array:
     """What `load_fragments` loaded, [64, 64] as wgmma takes it."""
@@ -247,10 +247,10 @@ class Skewed:
 
   def _is_whole(self, half: int) -> bool:
     """Whether two elements of k lie in one word: the skew is even."""
-    always = half == 0 and self.apart % 2 == 0  # Of arrays 0, 2, 4 and 6.
+    always = half == 0 and self.product_rows % 2 == 0  # Of arrays 0, 2, 4 and 6.
     return self.k_major and (always or self.cols % 2 == 0)
 
-  def _from_rows(self, slot, start, turn) -> list[tuple[ir.Value, ir.Value]]:
+  def _from_rows(self, slot, start, rotation) -> list[tuple[ir.Value, ir.Value]]:
     """A thread's pairs of neighbours of k, of k-major rows."""
     warp, group, lane = place_of_fragment()
     _, rows, pitch = self.slot_shape
@@ -261,7 +261,7 @@ class Skewed:
       element = arith.addi(
           arith.muli(arith.addi(arith.muli(array, i32(rows)), row), i32(pitch)),
           arith.addi(
-              self._skew_of(arith.addi(array, turn)), arith.shli(lane, i32(1))
+              self._skew_of(arith.addi(array, rotation)), arith.shli(lane, i32(1))
           ),
       )
       bases.append(_address(slot, element))

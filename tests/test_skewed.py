@@ -41,11 +41,11 @@ def copied(
   slot = np.full(tile.slot_shape, np.nan)
   _, rows, width = tile.slot_shape
   assert width * 2 % 16 == 0 and max(rows, width) <= 256  # Of a box.
-  first = batch * tile.apart + row
+  first = batch * tile.product_rows + row
   places = set()
   for array in range(skewed.ARRAYS):
     view = tile.view(array)
-    place, begin, start = tile._begin(array, first, col, tile.turn(batch))
+    place, begin, start = tile._begin(array, first, col)
     places.add(place)
     # Its address, strides and the box's begin at multiples of 16 bytes, within memory.
     assert view.offset % 8 == view.pitch % 8 == start % 8 == 0 <= view.offset
@@ -76,8 +76,8 @@ def test_elements_are_where_consumers_look_for_them(
   products, batch = of
   if products > 1 and not k_major:
     rows = 64
-  apart = rows if products > 1 else 0
-  tile = skewed.Skewed(products * rows, cols, 64, k_major, "bfloat16", apart)
+  product_rows = rows if products > 1 else 0
+  tile = skewed.Skewed(products * rows, cols, 64, k_major, "bfloat16", product_rows)
   row, col = (64 * at for at in place)
   flat = 1.0 + np.arange(products * rows * cols, dtype=np.float64)
   slot = copied(tile, flat, row, col, batch)
@@ -86,12 +86,12 @@ def test_elements_are_where_consumers_look_for_them(
   wanted[: shown.shape[0], : shown.shape[1]] = shown
   for r in range(64):
     at, i = r % 8, r // 8
-    first = tile.lead(at) + tile.skew((at + tile.turn(batch)) % 8)
+    first = tile.lead(at) + tile.skew((at + tile.rotation(batch)) % 8)
     found = slot[at, i, first : first + 64]
     # What lies beyond the columns of an m-major lhs is not stored: anything may. Nor are
     # rows of the next product.
     valid = 64 if k_major else max(0, min(64, cols - col))
-    if apart and row + r >= rows:
+    if product_rows and row + r >= rows:
       continue
     np.testing.assert_array_equal(found[:valid], wanted[row + r, col : col + valid])
 
@@ -110,8 +110,8 @@ def test_rows_of_a_fragment(in_integers):
 def test_threads_load_their_elements(in_integers, monkeypatch, k_major, batch, cols):
   """Each thread's words are the elements that wgmma's fragment has there."""
   rows = 131 if k_major or not batch else 192
-  apart = rows if batch else 0
-  tile = skewed.Skewed((batch + 1) * rows, cols, 128, k_major, "bfloat16", apart)
+  product_rows = rows if batch else 0
+  tile = skewed.Skewed((batch + 1) * rows, cols, 128, k_major, "bfloat16", product_rows)
   flat = 1.0 + np.arange((batch + 1) * rows * cols, dtype=np.float64)
   slot = copied(tile, flat, 0, 64 if k_major else 0, batch).ravel()
   matrix = flat.reshape(-1, rows, cols)[batch]
@@ -128,7 +128,7 @@ def test_threads_load_their_elements(in_integers, monkeypatch, k_major, batch, c
     warp, group, lane = thread // 32, thread % 32 // 4, thread % 4
     monkeypatch.setattr(skewed, "place_of_fragment", lambda at=(warp, group, lane): at)
     if k_major:
-      words = tile._from_rows(None, start, tile.turn(batch))
+      words = tile._from_rows(None, start, tile.rotation(batch))
     else:
       words = tile._from_columns(None, start)
     for i, (first, second) in enumerate(words):
