@@ -278,6 +278,26 @@ def test_xla_is_never_expected_below_the_floor(problem):
   assert found is None or found[0] >= max(memory_us, busy_us)
 
 
+def test_shared_crooked_rows_wait_for_slots():
+  """Those of an operand of which CTAs share tiles; not the other's, nor aligned ones."""
+  free = dataclasses.replace(MODEL, shared_slot=0.0)
+
+  def waits(m, n, k, **clusters):
+    problem = Problem(m, n, k)
+    config = dataclasses.replace(PersistentConfig(), **clusters)
+    estimates = [
+        cost_model.estimate(problem, "persistent", config, H200, model).time_us
+        for model in (MODEL, free)
+    ]
+    return estimates[0] > estimates[1]
+
+  # lhs has rows of k, rhs rows of n.
+  assert waits(4096, 4104, 4096, cluster_m=2) and waits(4096, 4096, 4104, cluster_n=2)
+  assert not waits(4096, 4096, 4104, cluster_m=2)
+  assert not waits(4096, 4104, 4096, cluster_n=2)
+  assert not waits(4096, 4096, 4096, cluster_m=2) and not waits(4104, 4104, 4104)
+
+
 def test_multicast_is_weighed_where_rows_are_slow_to_fetch():
   clusters = lambda m, n, k: {
       (c.config.cluster_m, c.config.cluster_n)

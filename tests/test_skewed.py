@@ -202,6 +202,7 @@ def test_supports_names_the_constraint(problem, fields, named):
     [
         ((8192, 768, 50257), "NN", True), ((50257, 768, 8192), "TN", True),
         ((72, 5139, 8367), "NT", True), ((419, 7020, 9414), "TN", True),
+        ((333, 777, 22223), "TN", True),
         ((4096, 4096, 4096), "NN", False), ((200, 333, 333), "NN", False),
     ],
     ids=str,
