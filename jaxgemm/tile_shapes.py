@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from jaxgemm.device import Device
-from pallas_kernels import specialised, tiles
+from pallas_kernels import lhs_registers, specialised, tiles
 from pallas_kernels.problem import Problem
 
 # tile_m, tile_n, consumers, wg_dim of the warp-specialised kernels.
@@ -34,7 +34,7 @@ DIRECT_SPLIT = ((64, 64), (64, 32), (64, 16))  # Larger sums take long to exchan
 _OTHER_SIDES = ((64, 1), (128, 1), (128, 2), (256, 2))
 # Rows and consumers of tiles whose columns are to fill rounds of the SMs.
 _FILLING_ROWS = ((64, 1), (128, 1), (128, 2), (256, 2), (192, 3))
-_ROUNDS = (1, 2, 3)
+_ROUNDS = (1, 2, 3, 4, 5, 6)
 _LEAST_COLS = 32  # Of filling tiles.
 _NARROW = 512  # Rows, or columns, of a result that tiles are to fit.
 _MOST_SPLIT = 1024  # Columns where lhs is split in registers, anew for each tile of them.
@@ -43,7 +43,7 @@ _MOST_SPLIT = 1024  # Columns where lhs is split in registers, anew for each til
 def fitted(problem: Problem) -> Iterator[Shape]:
   """Tiles of all columns of a result of few, or of equal parts of them.
 
-  wgmma takes any multiple of 16; multiples of 64 are tried anyway.
+  wgmma takes any multiple of 8; multiples of 64 are tried anyway.
   """
   if problem.n > _NARROW or problem.itemsize != 2:
     return
@@ -56,7 +56,7 @@ def fitted(problem: Problem) -> Iterator[Shape]:
 def swapped(problem: Problem) -> Iterator[Shape]:
   """Tiles of all rows of a result of few, or of equal parts of them.
 
-  wgmma takes any multiple of 16 of them, and multiples of 64 up to 256 from the operands
+  wgmma takes any multiple of 8 of them, and multiples of 64 up to 256 from the operands
   in their places.
   """
   if problem.m > _NARROW or problem.itemsize != 2:
@@ -109,9 +109,11 @@ def _equal_parts(product: Problem) -> set[int]:
 
 
 def _columns(product: Problem, least: int) -> set[int]:
-  """The fewest that tiles may have, and the fewest in whole blocks of rhs."""
-  steps = tiles.COLUMN_STEP, tiles.rhs_block(product)
-  return {tiles.round_up(least, step) for step in steps}
+  """The fewest that tiles may have, that pairs of CTAs can share, in blocks of rhs."""
+  steps = tiles.column_step(product.dtype), 16, tiles.rhs_block(product)
+  return {
+      tiles.round_up(max(least, tiles.LEAST_COLUMNS), step) for step in steps
+  }
 
 
 def narrow(cols: int, most: int) -> list[int]:
@@ -120,4 +122,4 @@ def narrow(cols: int, most: int) -> list[int]:
     return []
   fewest = tiles.cdiv(cols, most)
   found = {tiles.cdiv(cols, each) for each in (fewest, fewest + 1)}
-  return sorted({tiles.round_up(least, tiles.COLUMN_STEP) for least in found})
+  return sorted({tiles.round_up(least, lhs_registers.COLUMN_STEP) for least in found})

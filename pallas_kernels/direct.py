@@ -50,6 +50,7 @@ def supports(problem: Problem, config: DirectConfig) -> str | None:
   return (
       tiles.check_problem(problem)
       or tiles.check_tile(problem, config.tile_m, config.tile_n, config.tile_k)
+      or register_loads.check_columns(config.tile_n)
       or _check_splits(problem, config)
       or accumulate.check(config.tile_m, config.tile_n, config.promote)
       or tiles.check_smem(smem_bytes(problem, config))

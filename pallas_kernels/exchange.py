@@ -40,7 +40,6 @@ from pallas_kernels import tiles
 from pallas_kernels.problem import ALONG_K
 
 VECTOR = 4  # Sums that a thread sends at once: 16 bytes.
-MIN_COLS = 16  # Narrowest share; the epilogue stores 32 bytes of a row or more.
 Ref = Any
 
 
@@ -146,9 +145,9 @@ class Exchange:
 
 def share_cols(cols: int, size: int) -> int:
   """Columns of a share, if at most `size` CTAs share out `cols` of them."""
-  share = MIN_COLS
+  share = tiles.LEAST_COLUMNS
   while cols % share or cols // share > size:
-    share += MIN_COLS
+    share += 8
   return share
 
 

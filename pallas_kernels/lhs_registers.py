@@ -26,6 +26,7 @@ from pallas_kernels.problem import PersistentConfig, Problem
 
 TILE_K = 32  # 128 bytes of k-major lhs.
 ROWS = 64  # Of a consumer.
+COLUMN_STEP = 16  # Of tiles.
 SUMS = 4  # Of a tile: two groups of smaller products, high high, and the promoted one.
 PARTS = "lhs_parts"
 Ref = Any
@@ -35,8 +36,8 @@ def check(config: PersistentConfig, registers: int) -> str | None:
   """Why a config cannot split lhs, or None; a thread has `registers` for its sums."""
   if config.tile_k != TILE_K:
     return f"tile_k={config.tile_k}: split_lhs=True takes {TILE_K}"
-  if config.tile_n % 16 or config.tile_n < 16:
-    return f"tile_n={config.tile_n}: split_lhs=True takes multiples of 16"
+  if config.tile_n % COLUMN_STEP or config.tile_n < COLUMN_STEP:
+    return f"tile_n={config.tile_n}: split_lhs=True takes multiples of {COLUMN_STEP}"
   if not accumulate.fits(SUMS, (ROWS, config.tile_n), registers):
     return (
         f"tile_n={config.tile_n}: {SUMS} sums of split_lhs=True exceed {registers}"

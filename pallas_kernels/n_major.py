@@ -1,4 +1,4 @@
-"""wgmma of any multiple of 16 columns of an rhs whose rows lie along n.
+"""wgmma of any multiple of 8 columns of an rhs whose rows lie along n.
 
 Such an rhs lies in shared memory in blocks of 8 rows x 64 columns (128 bytes), and
 Pallas takes as many columns as the blocks have. The instruction itself takes any
@@ -40,7 +40,7 @@ def multiply(
   """acc += lhs @ rhs, of 16-bit operands in shared memory; one group of wgmma.
 
   Args:
-    acc: accumulator [rows, cols]; rows a multiple of 64, cols one of 16.
+    acc: accumulator [rows, cols]; rows a multiple of 64, cols one of 8.
     lhs: [rows, 64], or [64, rows], or in chunks [rows / 64, 64, 64] of which each is
       [k, m].
     rhs: [64, columns of the slot], or in chunks [chunks, 64, 64] of which each is [k, n].

@@ -334,7 +334,7 @@ class PersistentConfig:
     skew: lhs that TMA cannot stride over is copied skewed, and goes to wgmma through
       the consumers' registers (see `skewed`); rhs may need a pass that pads it.
     swap: multiply transposed: tile_m and cluster_m then count columns of the result,
-      tile_n and cluster_n its rows, of which wgmma takes any multiple of 16.
+      tile_n and cluster_n its rows, of which wgmma takes any multiple of 8.
     float16_parts: form products of algorithm bf16_x6 from three of float16 parts,
       where these lose no bits (see `halves`).
     split_lhs: consumers split lhs, which comes in float32, into the parts of bf16_x6 in

@@ -42,6 +42,7 @@ from pallas_kernels.integers import const64, i32, i32_type, i64, i64_address, le
 CHUNK = 8  # Elements of 16 bits that a thread stores at once: 16 bytes.
 ROUND = 8  # Chunks of a thread whose loads are under way at once.
 _BLOCK_ROWS, _BLOCK_COLS, _BLOCK_BYTES = 8, 64, 1024
+ROW_STEP = 2 * _BLOCK_ROWS  # Of a tile: what a round of loads takes.
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 Ref = Any
 
@@ -52,7 +53,7 @@ class RegisterLoads:
 
   Attributes:
     rows, cols: of one product's operand, as it is stored.
-    tile_rows, tile_cols: of the tile; multiples of 16 and 64.
+    tile_rows, tile_cols: of the tile; multiples of `ROW_STEP` and 64.
     k_major: whether a row holds elements of k, else a column.
     transforms: of the slots.
   """
@@ -65,7 +66,7 @@ class RegisterLoads:
   transforms: tuple[Any, ...]
 
   def __post_init__(self):
-    assert self.tile_rows % (2 * _BLOCK_ROWS) == 0 == self.tile_cols % _BLOCK_COLS
+    assert self.tile_rows % ROW_STEP == 0 == self.tile_cols % _BLOCK_COLS
 
   @property
   def aligned(self) -> bool:
@@ -97,6 +98,13 @@ class RegisterLoads:
     for col in range(0, cols, _BLOCK_COLS):
       for row in range(0, rows, 2 * _BLOCK_ROWS):
         yield row, col
+
+
+def check_columns(tile_n: int) -> str | None:
+  """Why no rhs tile of so many columns can be loaded so, or None."""
+  if tile_n % ROW_STEP:
+    return f"tile_n={tile_n}: registers load a multiple of {ROW_STEP} columns"
+  return None
 
 
 class _Tile:

@@ -10,7 +10,15 @@ from collections.abc import Callable
 import dataclasses
 import math
 
-from pallas_kernels import accumulate, lhs_registers, parts, scales, skewed, tiles
+from pallas_kernels import (
+  accumulate,
+  lhs_registers,
+  parts,
+  register_loads,
+  scales,
+  skewed,
+  tiles,
+)
 from pallas_kernels import epilogue as epilogues
 from pallas_kernels import ring as rings
 from pallas_kernels.problem import PersistentConfig, Problem
@@ -95,6 +103,8 @@ def _check_loads(problem: Problem, config: PersistentConfig) -> str | None:
     return "pad=False excludes cluster_m and cluster_n: only TMA multicasts"
   if config.consumers > 1:
     return "pad=False leaves registers for one consumer"
+  if (reason := register_loads.check_columns(config.tile_n)) is not None:
+    return f"pad=False: {reason}"
   if config.num_stages % LOADING_PRODUCERS:
     return (
         f"pad=False: num_stages={config.num_stages} must be a multiple of"
@@ -169,7 +179,7 @@ def check_gated(problem: Problem, config: PersistentConfig) -> str | None:
   for name, wanted in (("promote", 0), ("pad", True), ("swap", False)):
     if getattr(config, name) != wanted:
       return f"{name}={getattr(config, name)}: gated products take {wanted}"
-  step = 2 * tiles.rhs_block(problem)
+  step = 2 * max(tiles.rhs_block(problem), tiles.LEAST_COLUMNS)
   if config.tile_n % step:
     return f"tile_n={config.tile_n} must be a multiple of {step} for two rhs"
   return None

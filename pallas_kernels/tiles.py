@@ -20,7 +20,7 @@ BARRIER_BYTES = 1024  # Room for every mbarrier of a kernel, one alignment unit.
 TMA_BOX_LIMIT = 256  # Elements of one dimension of a TMA box.
 MAX_TILES = 2**30  # Their numbers, and those of splits, are of 32 bits.
 WGMMA_COLS = 256  # Columns that one wgmma instruction multiplies.
-COLUMN_STEP = 16  # Of tiles: what wgmma takes, and the epilogue stores, a multiple of.
+LEAST_COLUMNS = 16  # Of a tile: the epilogue stores 32 bytes of a row or more.
 GRID_WIDTH = 8  # Tiles of a band, where the config does not say (`tile_order`).
 
 
@@ -141,12 +141,18 @@ def check_tile(
     return f"tile_m={tile_m} must be 64, 128, 192 or 256"
   if tile_k != elems:
     return f"tile_k={tile_k} must be {elems} for {problem.dtype}: 128 bytes of k a slot"
-  if tile_n % COLUMN_STEP or not COLUMN_STEP <= tile_n <= most_n:
-    return f"tile_n={tile_n} must be a multiple of {COLUMN_STEP} up to {most_n}"
+  step = column_step(problem.dtype)
+  if tile_n % step or not LEAST_COLUMNS <= tile_n <= most_n:
+    return f"tile_n={tile_n} must be a multiple of {step} from {LEAST_COLUMNS} to {most_n}"
   num_tiles = problem.batch * cdiv(problem.m, tile_m) * cdiv(problem.product_n, tile_n)
   if num_tiles > MAX_TILES:
     return f"{num_tiles} tiles of {tile_m}x{tile_n}: there may be {MAX_TILES}"
   return None
+
+
+def column_step(dtype: str) -> int:
+  """Columns of which tiles have a multiple, as wgmma takes it."""
+  return 8 if jnp.dtype(dtype).itemsize == 2 else 16
 
 
 def instruction_columns(cols: int) -> tuple[tuple[int, int], ...]:
@@ -169,7 +175,9 @@ def reads_rhs_k_major(problem: Problem) -> bool:
 
 def rhs_block(problem: Problem) -> int:
   """Columns of a block of rhs in shared memory, of which a slot has whole ones."""
-  return COLUMN_STEP if reads_rhs_k_major(problem) else swizzle_elems(problem.dtype)
+  if reads_rhs_k_major(problem):
+    return column_step(problem.dtype)
+  return swizzle_elems(problem.dtype)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -112,7 +112,7 @@ def test_operands_in_chunks(fields):
 @pytest.mark.parametrize("layouts", kernel_cases.mostly_more(["NN", "TT"]))
 @pytest.mark.parametrize("fields, m, n", kernel_cases.SWAPPED_TILES, ids=str)
 def test_swapped_operands(fields, m, n, layouts):
-  """Tiles of any multiple of 16 rows of the result."""
+  """Tiles of any multiple of 8 rows of the result."""
   config = small_config("persistent", **fields, swap=True)
   check("persistent", make_problem(m, n, 200, layouts), config, num_sms=4)
 
