@@ -143,7 +143,9 @@ def check_tile(
     return f"tile_k={tile_k} must be {elems} for {problem.dtype}: 128 bytes of k a slot"
   step = column_step(problem.dtype)
   if tile_n % step or not LEAST_COLUMNS <= tile_n <= most_n:
-    return f"tile_n={tile_n} must be a multiple of {step} from {LEAST_COLUMNS} to {most_n}"
+    return (
+        f"tile_n={tile_n} must be a multiple of {step}, from {LEAST_COLUMNS} to {most_n}"
+    )
   num_tiles = problem.batch * cdiv(problem.m, tile_m) * cdiv(problem.product_n, tile_n)
   if num_tiles > MAX_TILES:
     return f"{num_tiles} tiles of {tile_m}x{tile_n}: there may be {MAX_TILES}"
