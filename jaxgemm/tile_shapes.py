@@ -111,6 +111,8 @@ def _equal_parts(product: Problem) -> set[int]:
 def _columns(product: Problem, least: int) -> set[int]:
   """The fewest that tiles may have, that pairs of CTAs can share, in blocks of rhs."""
   steps = tiles.column_step(product.dtype), 16, tiles.rhs_block(product)
+  if product.epilogue.gated:  # Two rhs share them out.
+    steps = (2 * max(tiles.LEAST_COLUMNS, tiles.rhs_block(product)),)
   return {
       tiles.round_up(max(least, tiles.LEAST_COLUMNS), step) for step in steps
   }

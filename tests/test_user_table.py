@@ -125,12 +125,12 @@ def test_a_bad_row_leaves_the_others(folder):
   user_table.store([make_row(p) for p in (SQUARE, *others)], H200.kind)
   file = user_table.path(H200.kind)
   content = json.loads(file.read_text())
-  content["rows"][1]["config"]["tile_n"] = 24
+  content["rows"][1]["config"]["tile_n"] = 20
   content["rows"][2] = "nonsense"
   content["rows"].append(content["rows"][0])  # A row twice.
   file.write_text(json.dumps(content))
   plan.forget_tables()
-  with pytest.warns(TableWarning, match=r"ignored \(3\), the first: row 1 .* tile_n=24"):
+  with pytest.warns(TableWarning, match=r"ignored \(3\), the first: row 1 .* tile_n=20"):
     assert user_table.lookup(SQUARE, H200) == make_row()
   assert user_table.lookup(others[0], H200) is None
   assert user_table.lookup(others[2], H200) == make_row(others[2])
