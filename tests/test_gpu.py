@@ -113,7 +113,7 @@ def test_clusters_of_four(layouts, cluster):
 
 
 @pytest.mark.parametrize("n", [1000, 1001])
-@pytest.mark.parametrize("tile_n", [48, 80, 112, 176, 240])
+@pytest.mark.parametrize("tile_n", [48, 80, 88, 112, 136, 176, 240])
 def test_tiles_that_pieces_do_not_divide(tile_n, n):
   """Their last piece stores some columns once more, by TMA or by masked stores."""
   for out_dtype in ("bfloat16", "float32"):
