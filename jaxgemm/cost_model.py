@@ -146,6 +146,7 @@ def _busy(work: Work, device: Device, model: Model) -> float:
     of_slot = (model.lhs_split, model.lhs_split_two, model.lhs_split_three)
     splitting = of_slot[config.consumers - 1] / work.num_products
     promotion = soft_max(matrix, splitting, model.beside) - matrix - bookkeeping
+  matrix = max(matrix, work.shared_bytes / model.shared_rate)
   if work.skewed:
     matrix += model.skew
   store = _store(work, model)
@@ -178,8 +179,7 @@ def _matrix(work: Work, device: Device, model: Model) -> float:
   """Time of the tensor cores for one k tile."""
   problem, config = work.problem, work.config
   rate = device.tflops(problem.dtype) * 1e6 / device.num_sms  # FLOP/us
-  tile_n = config.tile_n if work.splits_lhs else max(config.tile_n, model.narrow)
-  matrix = 2 * config.tile_m * tile_n * config.tile_k / rate
+  matrix = 2 * config.tile_m * config.tile_n * config.tile_k / rate
   if work.has_roles and (config.wg_dim == "tile" or config.consumers == 1):
     matrix *= model.single
   wg_n = warpgroup_tile(config)[1]
@@ -200,7 +200,9 @@ def _store(work: Work, model: Model) -> float:
   rate = model.store_rate
   if work.masked:
     rate = model.odd_rate if work.row_bytes % 16 else model.masked_rate
-  store = wg_m * wg_n * out_bytes / (rate * work.cluster_k * (1 + fused.gated))
+  store = wg_m * wg_n * out_bytes / (rate * work.num_shares * (1 + fused.gated))
+  if work.stored_within:
+    store *= model.half_sectors
   store += model.piece * work.more_pieces
   store *= 1 + fused.num_others
   if work.cluster_k > 1:

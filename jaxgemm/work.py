@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from jaxgemm import operand_passes
 from jaxgemm.device import Device
-from pallas_kernels import direct, epilogue, operand_tiles, parts, specialised, tiles
+from pallas_kernels import direct, epilogue, exchange, operand_tiles, parts, specialised, tiles
 from pallas_kernels.problem import Config, PersistentConfig, Problem
 
 
@@ -101,6 +101,33 @@ class Work:
     along_m, along_n = self.multicast
     crooked = operand_passes.misaligned(self.problem, tiles.SWIZZLE_BYTES)
     return along_m > 1 and "rhs" in crooked or along_n > 1 and "lhs" in crooked
+
+  @property
+  def shared_bytes(self) -> int:
+    """What a k tile moves in shared memory: TMA writes it, and each wgmma reads its own.
+
+    An instruction multiplies 64 rows, and reads them and its columns. Rows in registers
+    were read once.
+    """
+    config, (wg_m, wg_n) = self.config, operand_passes.warpgroup_tile(self.config)
+    parts = config.tile_m // wg_m * (config.tile_n // wg_n)
+    count = tiles.cdiv(wg_n, tiles.WGMMA_COLS)
+    read = parts * (wg_m // 64) * (64 * count + wg_n)
+    return tiles.SWIZZLE_BYTES * (config.tile_m + config.tile_n + read)
+
+  @property
+  def num_shares(self) -> int:
+    """CTAs of a cluster that share out a tile's columns, where it shares out k."""
+    cols = operand_passes.warpgroup_tile(self.config)[1]
+    return cols // exchange.share_cols(cols, self.cluster_k)
+
+  @property
+  def stored_within(self) -> bool:
+    """Whether TMA stores rows of a tile that begin within sectors of 32 bytes."""
+    if self.masked or self.sums > 1 or getattr(self.config, "swap", False):
+      return False
+    cols = operand_passes.warpgroup_tile(self.config)[1]
+    return cols // (1 + self.asked.epilogue.gated) * self.asked.out_itemsize % 32 > 0
 
   @property
   def more_pieces(self) -> int:
