@@ -34,7 +34,7 @@ DIRECT_SPLIT = ((64, 64), (64, 32), (64, 16))  # Larger sums take long to exchan
 _OTHER_SIDES = ((64, 1), (128, 1), (128, 2), (256, 2))
 # Rows and consumers of tiles whose columns are to fill rounds of the SMs.
 _FILLING_ROWS = ((64, 1), (128, 1), (128, 2), (256, 2), (192, 3))
-_ROUNDS = (1, 2, 3, 4, 5, 6)
+_ROUNDS, _FEW_ROUNDS = (1, 2, 3, 4, 5, 6), (1, 2, 3)
 _LEAST_COLS = 32  # Of filling tiles.
 _NARROW = 512  # Rows, or columns, of a result that tiles are to fit.
 _MOST_SPLIT = 1024  # Columns where lhs is split in registers, anew for each tile of them.
@@ -68,7 +68,7 @@ def swapped(problem: Problem) -> Iterator[Shape]:
 
 
 def filling(product: Problem, device: Device) -> list[Shape]:
-  """Tiles as narrow as they may be for all SMs to do them in one round, two, or three.
+  """Tiles as narrow as they may be for all SMs to do them in few rounds.
 
   Source: the tiles of cuBLAS's kernels for Hopper (192x176, 152x128, 128x304, ...), as
   their names tell.
@@ -79,7 +79,8 @@ def filling(product: Problem, device: Device) -> list[Shape]:
   for rows, consumers in _FILLING_ROWS:
     of_rows = product.batch * tiles.cdiv(product.m, rows)
     for sms in (device.num_sms, device.ctas_at_once(4)):
-      for rounds in _ROUNDS:
+      # Of tiles that are not full the memory is the bound, which knows no rounds.
+      for rounds in _ROUNDS if product.m >= rows else _FEW_ROUNDS:
         if (most := rounds * sms // of_rows) > 0:
           for cols in _columns(product, tiles.cdiv(product.product_n, most)):
             if _LEAST_COLS <= cols <= specialised.MAX_TILE_N:
