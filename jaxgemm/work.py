@@ -63,6 +63,8 @@ class Work:
     self.masked = self.sums == 1 and (
         kernel == direct.NAME or self.row_bytes % 16 > 0 or interleaved
     )
+    if self.masked and self._stores_runs(interleaved):
+      self.masked, self.row_bytes = False, tiles.SWIZZLE_BYTES  # Without gaps.
     cluster_m, cluster_n = self.multicast
     self.cluster = cluster_m * cluster_n * self.cluster_k
     self.tiles_m = tiles.round_up(tiles.cdiv(product.m, config.tile_m), cluster_m)
@@ -89,6 +91,16 @@ class Work:
     self.padded = tuple(operand for _, operand, _ in self.passes)
     if split:
       self.passes = operand_passes.splitting(problem, config, split)
+
+  def _stores_runs(self, interleaved: bool) -> bool:
+    """Whether tiles of all columns leave in one piece each."""
+    config = self.config
+    if self.kernel == direct.NAME or interleaved or getattr(config, "swap", False):
+      return False
+    if self.cluster_k > 1:
+      return False
+    cols = operand_passes.warpgroup_tile(config)[1]
+    return epilogue.stores_runs(self.asked, cols)
 
   @property
   def multicast(self) -> tuple[int, int]:

@@ -5,13 +5,15 @@ Or alpha, the activation's slopes at c, cast, store.
 The result leaves in pieces of 64 rows x up to 128 bytes. Where those do not divide the
 tile, the last one begins earlier: what it has in common with the one before is stored
 twice, the same bits each time. Each piece goes from registers into a staging slot in
-shared memory and from there to GMEM, in one of three ways (`Staging.way`):
+shared memory and from there to GMEM, in one of four ways (`Staging.way`):
 
   flat    a TMA copy from an untiled view of the slot: any m and n whose row
           stride is a multiple of 16 bytes (TMA clips what lies outside);
   masked  ordinary coalesced stores, each guarded by its row and column: any
           stride (see `register_stores`). TMA cannot write such a result, and
           padding it would cost a second pass over it;
+  run     where that is so, and a tile has all columns: one run of memory, by a bulk copy
+          (see `run_stores`);
   tiled   a TMA copy that undoes the tiling of the slot. Only in the emulator,
           which can do nothing else: Mosaic drops dimensions of size one from a
           copy, and then a piece beyond the last column of a narrow result
@@ -36,7 +38,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import activations, register_stores, tiles
+from pallas_kernels import activations, register_stores, run_stores, tiles
 from pallas_kernels.problem import Problem
 from pallas_kernels.scales import Scales
 
@@ -86,7 +88,7 @@ class Staging:
   """How pieces of an array of dtype `dtype` stand in shared memory.
 
   Attributes:
-    way: "flat", "masked" or "tiled".
+    way: "flat", "masked", "run" or "tiled".
     cols: columns of a piece.
     num_wgs: warpgroups that store.
     rows: rows of a piece.
@@ -114,12 +116,21 @@ class Staging:
     itemsize = jnp.dtype(self.dtype).itemsize
     if self.way == "masked":
       return tiles.round_up(self.num_wgs * PIECE_ROWS * self.pitch * itemsize, 1024)
+    if self.way == "run":
+      return tiles.round_up(self.num_wgs * self._run * itemsize, 1024)
     return self.num_wgs * self.num_slots * self.rows * self.cols * itemsize
+
+  @property
+  def _run(self) -> int:
+    """Elements of a run: of all columns that a tile may have."""
+    return run_stores.slot_elements(PIECE_ROWS, self.cols, self.dtype)
 
   def slots(self) -> Any:
     dtype = jnp.dtype(self.dtype)
     if self.way == "masked":
       return plgpu.SMEM((self.num_wgs, PIECE_ROWS, self.pitch), dtype)
+    if self.way == "run":
+      return plgpu.SMEM((self.num_wgs, self._run), dtype)
     shape = (self.num_wgs, self.num_slots, self.rows, self.cols)
     transforms = tiles.swizzled(dtype, self.swizzle)
     tiled = plgpu.SMEM(shape, dtype, transforms=transforms)
@@ -274,6 +285,9 @@ class Epilogue:
           interleaved=self.interleaved,
       )
       return
+    if self.out.way == "run":
+      run_stores.store(piece, slots.at[wg], out_gmem, row, col)
+      return
     tma, registers = self.out.views(slots)
     slot = index % NUM_SLOTS
     # This slot is free once all but the youngest stores have read theirs. The
@@ -324,6 +338,14 @@ class Epilogue:
       plgpu.wait_smem_to_gmem(0)
 
 
+def stores_runs(problem: Problem, wg_tile_n: int) -> bool:
+  """Whether pieces of a result that TMA cannot store are runs of memory on the chip."""
+  epilogue = problem.epilogue
+  odd = problem.n % tiles.tma_stride_elems(problem.out_dtype)
+  plain = not (epilogue.num_c or epilogue.gated or epilogue.scaling != "none")
+  return bool(odd) and plain and problem.n <= wg_tile_n and problem.out_itemsize > 1
+
+
 @functools.lru_cache(maxsize=1024)  # A plan asks for the same few again and again.
 def epilogues(
     problem: Problem, wg_tile_n: int, num_wgs: int, *, emulated: bool,
@@ -349,6 +371,9 @@ def epilogues(
         )
         for rows in _piece_rows(wg_tile_n)
     )
+  if way == "masked" and not (by_registers or interleaved):
+    if stores_runs(problem, wg_tile_n):
+      return (Epilogue(problem, Staging("run", dtype, wg_tile_n, num_wgs), None),)
   itemsize = least = problem.out_itemsize
   if c_dtype is not None:  # A wider c takes narrower pieces: both have the same columns.
     c_itemsize = jnp.dtype(c_dtype).itemsize
