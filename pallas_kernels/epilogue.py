@@ -339,7 +339,10 @@ class Epilogue:
 
 
 def stores_runs(problem: Problem, wg_tile_n: int) -> bool:
-  """Whether pieces of a result that TMA cannot store are runs of memory on the chip."""
+  """Whether pieces of a result that TMA cannot store are runs of memory on the chip.
+
+  If there is room for a slot of so many columns.
+  """
   epilogue = problem.epilogue
   odd = problem.n % tiles.tma_stride_elems(problem.out_dtype)
   plain = not (epilogue.num_c or epilogue.gated or epilogue.scaling != "none")
@@ -371,14 +374,14 @@ def epilogues(
         )
         for rows in _piece_rows(wg_tile_n)
     )
-  if way == "masked" and not (by_registers or interleaved):
-    if stores_runs(problem, wg_tile_n):
-      return (Epilogue(problem, Staging("run", dtype, wg_tile_n, num_wgs), None),)
   itemsize = least = problem.out_itemsize
   if c_dtype is not None:  # A wider c takes narrower pieces: both have the same columns.
     c_itemsize = jnp.dtype(c_dtype).itemsize
     itemsize, least = max(c_itemsize, itemsize), min(c_itemsize, itemsize)
   found = []
+  if way == "masked" and not (by_registers or interleaved):
+    if stores_runs(problem, wg_tile_n):
+      found.append(Epilogue(problem, Staging("run", dtype, wg_tile_n, num_wgs), None))
   for cols in _piece_cols(wg_tile_n, itemsize, least):
     if problem.epilogue.slopes == 2 and cols >= 32:
       cols //= 2  # Three arrays have slots, which the ring would lack.

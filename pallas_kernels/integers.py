@@ -34,9 +34,10 @@ def i64_of_unsigned(value) -> ir.Value:
   return arith.extui(ir.IntegerType.get_signless(64), value)
 
 
-def less(value, limit: int) -> ir.Value:
-  """Whether a signed value of 32 bits is less than a number."""
-  return arith.cmpi(arith.CmpIPredicate.slt, value, i32(limit))
+def less(value, limit) -> ir.Value:
+  """Whether a signed value of 32 bits is less than another, or than a number."""
+  limit = i32(limit) if isinstance(limit, int) else limit
+  return arith.cmpi(arith.CmpIPredicate.slt, value, limit)
 
 
 def i64_address(pointer) -> ir.Value:

@@ -75,18 +75,9 @@ def store(piece, slot: Ref, out_gmem: Ref, row, col) -> None:
     valid = arith.minsi(arith.subi(i32(num_rows), row), i32(rows))
     valid = arith.select(less(col, 1), arith.maxsi(valid, i32(0)), i32(0))
     end = arith.addi(phase, arith.muli(valid, i32(row_bytes)))
-    # Whole units lie between these two.
-    first = arith.andi(arith.addi(phase, i32(UNIT - 1)), i32(-UNIT))
-    last = arith.maxsi(arith.andi(end, i32(-UNIT)), first)
     thread = arith.andi(mgpu.utils.thread_idx(), i32(tiles.WG_THREADS - 1))
     where = arith.subi(begin, i64_of_unsigned(phase))  # Of the slot's first byte.
-    _copy(base, where, first, arith.subi(last, first), thread)
-    # The first eight threads store what lies before, the next eight what lies behind.
-    element = arith.muli(arith.andi(thread, i32(7)), i32(itemsize))
-    is_behind = arith.cmpi(arith.CmpIPredicate.sge, thread, i32(8))
-    at = arith.addi(arith.select(is_behind, last, phase), element)
-    limit = arith.select(is_behind, end, arith.minsi(first, end))
-    _store_element(base, where, at, limit, thread, itemsize)
+    _leave(base, where, phase, end, thread, itemsize)
 
   write(piece, slot, out_gmem, jnp.int32(row), jnp.int32(col))
 
@@ -120,11 +111,22 @@ def _write_fragments(piece, start, num_cols: int, itemsize: int) -> None:
       )
 
 
+def _leave(base, where, phase, end, thread, itemsize: int) -> None:
+  """Has the bytes of the slot from `phase` to `end` stored, by all threads together."""
+  # Whole units lie between these two.
+  first = arith.andi(arith.addi(phase, i32(UNIT - 1)), i32(-UNIT))
+  last = arith.maxsi(arith.andi(end, i32(-UNIT)), first)
+  _copy(base, where, first, arith.subi(last, first), thread)
+  # The first eight threads store what lies before, the next eight what lies behind.
+  element = arith.muli(arith.andi(thread, i32(7)), i32(itemsize))
+  at = arith.addi(arith.select(less(thread, 8), phase, last), element)
+  limit = arith.select(less(thread, 8), arith.minsi(first, end), end)
+  _store_element(base, where, at, limit, thread, itemsize)
+
+
 def _copy(base, where, first, num_bytes, thread) -> None:
   """Starts the bulk copy, by one thread, if there is anything to copy."""
-  wanted = arith.andi(
-      arith.cmpi(arith.CmpIPredicate.sgt, num_bytes, i32(0)), less(thread, 1)
-  )
+  wanted = arith.andi(less(thread, 1), less(i32(0), num_bytes))
   mgpu.utils.inline_ptx(
       "{ .reg .pred p; setp.ne.b32 p, $3, 0;"
       " @p cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2;"
@@ -136,9 +138,7 @@ def _copy(base, where, first, num_bytes, thread) -> None:
 
 def _store_element(base, where, at, limit, thread, itemsize: int) -> None:
   """Stores the element at byte `at` of the slot, by the first 16 threads."""
-  wanted = arith.andi(
-      arith.cmpi(arith.CmpIPredicate.slt, at, limit), less(thread, 16)
-  )
+  wanted = arith.andi(less(thread, 16), less(at, limit))
   kind = f"b{8 * itemsize}"
   mgpu.utils.inline_ptx(
       f"{{ .reg .pred p; .reg .{kind} v; setp.ne.b32 p, $2, 0;"
