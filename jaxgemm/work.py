@@ -37,6 +37,7 @@ class Work:
     scaled_parts: whether the parts are scaled, and how many operands XLA scales.
     row_bytes: of the result, as it is stored.
     masked: whether TMA cannot store it (rows begin 16 bytes apart there).
+    runs: whether its tiles leave in one bulk copy each all the same.
     skewed: whether lhs comes skewed.
     promotes: whether consumers stop to add their sums to rounded ones.
   """
@@ -63,7 +64,8 @@ class Work:
     self.masked = self.sums == 1 and (
         kernel == direct.NAME or self.row_bytes % 16 > 0 or interleaved
     )
-    if self.masked and self._stores_runs(interleaved):
+    self.runs = self.masked and self._stores_runs(interleaved)
+    if self.runs:
       self.masked, self.row_bytes = False, tiles.SWIZZLE_BYTES  # Without gaps.
     cluster_m, cluster_n = self.multicast
     self.cluster = cluster_m * cluster_n * self.cluster_k
@@ -136,7 +138,7 @@ class Work:
   @property
   def stored_within(self) -> bool:
     """Whether TMA stores rows of a tile that begin within sectors of 32 bytes."""
-    if self.masked or self.sums > 1 or getattr(self.config, "swap", False):
+    if self.masked or self.runs or self.sums > 1 or getattr(self.config, "swap", False):
       return False
     cols = operand_passes.warpgroup_tile(self.config)[1]
     return cols // (1 + self.asked.epilogue.gated) * self.asked.out_itemsize % 32 > 0
