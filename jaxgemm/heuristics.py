@@ -302,7 +302,7 @@ def _alike(problem: Problem) -> Problem:
   """A problem that takes as much shared memory, whatever the sizes."""
   n = stride = tiles.tma_stride_elems(problem.out_dtype)
   if problem.n % stride:  # In steps of tiles' columns: some have all of the result's.
-    n = min(tiles.round_up(problem.n, 16), specialised.MAX_TILE_N + 16) - 1
+    n = min(tiles.round_up(problem.n, 8), specialised.MAX_TILE_N + 8) - 1
   return dataclasses.replace(problem, batch=1, m=64, n=n, k=64)
 
 

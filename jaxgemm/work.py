@@ -7,7 +7,15 @@ from __future__ import annotations
 
 from jaxgemm import operand_passes
 from jaxgemm.device import Device
-from pallas_kernels import direct, epilogue, exchange, operand_tiles, parts, specialised, tiles
+from pallas_kernels import (
+  direct,
+  epilogue,
+  exchange,
+  operand_tiles,
+  parts,
+  specialised,
+  tiles,
+)
 from pallas_kernels.problem import Config, PersistentConfig, Problem
 
 
@@ -64,7 +72,7 @@ class Work:
     self.masked = self.sums == 1 and (
         kernel == direct.NAME or self.row_bytes % 16 > 0 or interleaved
     )
-    self.runs = self.masked and self._stores_runs(interleaved)
+    self.runs = self.masked and self._stores_runs()
     if self.runs:
       self.masked, self.row_bytes = False, tiles.SWIZZLE_BYTES  # Without gaps.
     cluster_m, cluster_n = self.multicast
@@ -94,15 +102,13 @@ class Work:
     if split:
       self.passes = operand_passes.splitting(problem, config, split)
 
-  def _stores_runs(self, interleaved: bool) -> bool:
+  def _stores_runs(self) -> bool:
     """Whether tiles of all columns leave in one piece each."""
-    config = self.config
-    if self.kernel == direct.NAME or interleaved or getattr(config, "swap", False):
+    if self.kernel == direct.NAME or self.cluster_k > 1:
       return False
-    if self.cluster_k > 1:
-      return False
-    cols = operand_passes.warpgroup_tile(config)[1]
-    return epilogue.stores_runs(self.asked, cols)
+    if self.has_roles:
+      return specialised.stores_runs(self.asked, self.config)
+    return epilogue.stores_runs(self.asked, self.config.tile_n)
 
   @property
   def multicast(self) -> tuple[int, int]:

@@ -215,6 +215,12 @@ def pieces(problem: Problem, config: PersistentConfig) -> int:
   return len(found.pieces((wg_tile(config)[0], stored_cols(problem, config))))
 
 
+def stores_runs(problem: Problem, config: PersistentConfig) -> bool:
+  """Whether a consumer stores its tile in bulk copies: see `run_stores`."""
+  found = _epilogue(problem, config, epilogue_room(problem, config))
+  return found.out.way == "run"
+
+
 def _epilogue(
     problem: Problem, config: PersistentConfig, room: int, cols: int | None = None
 ) -> epilogues.Epilogue:

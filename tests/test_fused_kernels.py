@@ -17,6 +17,7 @@ from tests.kernel_cases import LAYOUTS, lowered, make_problem, small_config
 
 FULL = Epilogue(alpha=0.5, beta=1.0, c_dtype="bfloat16", has_bias=True,
                 activation="gelu", saves=True)
+SAVED = Epilogue(alpha=0.5, has_bias=True, activation="gelu", saves=True)
 SLOPES = Epilogue(alpha=0.5, c_dtype="bfloat16", activation="gelu", slopes=1)
 
 
@@ -299,6 +300,7 @@ GPU_CASES = [
     ("persistent", dict(cluster_m=2, tile_n=256, num_stages=3),
      dataclasses.replace(SLOPES, slopes=2, activation="silu"), (520, 517)),
     ("split_k", dict(splits=4, cluster_k=4), SLOPES, (520, 517)),
+    *((kernel, {}, SAVED, (101, 7)) for kernel in ("persistent", "pipelined")),
 ]
 
 
@@ -323,10 +325,9 @@ def test_gpu(kernel, fields, epilogue, widths, layouts):
 @pytest.mark.gpu
 @pytest.mark.parametrize("layouts", LAYOUTS)
 def test_gpu_of_lhs_that_comes_skewed(layouts):
-  epilogue = Epilogue(alpha=0.5, has_bias=True, activation="gelu", saves=True)
   config = small_config("persistent", **kernel_cases.SKEWED_FIELDS)
   for n in (520, 517):
-    problem = make_problem(333, n, 711, layouts, epilogue=epilogue)
+    problem = make_problem(333, n, 711, layouts, epilogue=SAVED)
     operands = operands_of(problem)
     found = launch("persistent", problem, config, operands)
     for ours, its in zip(found, truth(problem, operands), strict=False):

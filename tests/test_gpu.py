@@ -16,6 +16,7 @@ import jaxgemm
 from jaxgemm import heuristics, reference
 from jaxgemm.device import current_device
 from pallas_kernels import TILE_KERNELS as KERNELS
+from pallas_kernels import epilogue as epilogues
 from pallas_kernels import halves, parts
 from pallas_kernels.problem import Epilogue
 from tests import kernel_cases
@@ -284,6 +285,25 @@ def test_skewed_lhs_sums_as_padded_does(layouts, size, dtype):
       for each in (config, dataclasses.replace(config, skew=True))
   ]
   np.testing.assert_array_equal(*found)
+
+
+@pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("kernel, fields", [
+    ("persistent", dict(tile_m=128)),
+    ("persistent", dict(wg_dim="tile")),
+    ("persistent", dict(tile_n=72, consumers=1)),
+    ("pipelined", {}),
+    ("blocked", {}),
+], ids=str)
+def test_results_of_whole_rows(kernel, fields, out_dtype):
+  """Runs of memory that begin anywhere, of any length; the last tile's are short."""
+  promote = int(out_dtype == "float32")
+  for m, n in ((1000, 71), (1, 1), (63, 69), (3, 5), (129, 61)):
+    for batch in (1, 3):
+      problem = make_problem(m, n, 200, "NT", batch=batch, out_dtype=out_dtype)
+      assert epilogues.stores_runs(problem, 72)
+      wanted = dict(tile_m=64, tile_n=80, promote=promote) | fields
+      check(kernel, problem, small_config(kernel, **wanted))
 
 
 @pytest.mark.parametrize("n", [8, 16, 32, 64])
