@@ -46,6 +46,7 @@ class Model:
   solo: float = 0.32  # Of pipelined's steps, where one CTA has an SM to itself.
   single: float = 0.945  # Of the tensor cores' time, one warpgroup at a time.
   wide: float = 1.09  # The same, two wgmma a k tile: one holds 256 columns at most.
+  narrow: float = 83.6  # Columns of a wgmma that takes no less time with fewer.
   shared_rate: float = 256e3  # Shared memory, of what TMA writes and wgmma reads.
   half_sectors: float = 1.8  # Of stores whose rows begin within 32 bytes.
   chunks: float = 1.03  # As `single`: wgmma of 64 columns, as rhs comes in chunks.

@@ -179,7 +179,8 @@ def _matrix(work: Work, device: Device, model: Model) -> float:
   """Time of the tensor cores for one k tile."""
   problem, config = work.problem, work.config
   rate = device.tflops(problem.dtype) * 1e6 / device.num_sms  # FLOP/us
-  matrix = 2 * config.tile_m * config.tile_n * config.tile_k / rate
+  tile_n = config.tile_n if work.splits_lhs else max(config.tile_n, model.narrow)
+  matrix = 2 * config.tile_m * tile_n * config.tile_k / rate
   if work.has_roles and (config.wg_dim == "tile" or config.consumers == 1):
     matrix *= model.single
   wg_n = warpgroup_tile(config)[1]
