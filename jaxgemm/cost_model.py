@@ -146,7 +146,8 @@ def _busy(work: Work, device: Device, model: Model) -> float:
     of_slot = (model.lhs_split, model.lhs_split_two, model.lhs_split_three)
     splitting = of_slot[config.consumers - 1] / work.num_products
     promotion = soft_max(matrix, splitting, model.beside) - matrix - bookkeeping
-  matrix = max(matrix, work.shared_bytes / model.shared_rate)
+  if work.num_products == 1:  # Parts stay for several products.
+    matrix = max(matrix, work.shared_bytes / model.shared_rate)
   if work.skewed:
     matrix += model.skew
   store = _store(work, model)
