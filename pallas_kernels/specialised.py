@@ -193,8 +193,12 @@ def _check_tile(product: Problem, config: PersistentConfig) -> str | None:
       product, config.tile_m, config.tile_n, config.tile_k, most_n=MAX_TILE_N
   )
   wg_n, step = wg_tile(config)[1], tiles.rhs_block(product)
-  if reason is None and wg_n < config.tile_n and wg_n % step:
-    reason = f"{wg_n} columns a warpgroup must be a multiple of {step}"
+  few = wg_n < tiles.LEAST_COLUMNS
+  if reason is None and wg_n < config.tile_n and (wg_n % step or few):
+    reason = (
+        f"{wg_n} columns a warpgroup must be a multiple of {step}, at least"
+        f" {tiles.LEAST_COLUMNS}"
+    )
   return reason
 
 
