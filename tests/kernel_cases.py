@@ -129,11 +129,11 @@ N_MAJOR_TILES = (
     ("direct", dict(tile_m=64, tile_n=32)),
     ("direct", dict(tile_m=128, tile_n=16)),
     ("persistent", dict(tile_m=256, tile_n=136, num_stages=3)),
-    ("persistent", dict(tile_m=128, tile_n=88, wg_dim="tile", promote=2)),
-    ("persistent", dict(tile_m=64, tile_n=328, consumers=1, num_stages=3)),
+    more("persistent", dict(tile_m=128, tile_n=88, wg_dim="tile", promote=2)),
+    more("persistent", dict(tile_m=64, tile_n=328, consumers=1, num_stages=3)),
     ("split_k", dict(tile_m=64, tile_n=40, consumers=1, cluster_k=2)),
-    ("pipelined", dict(tile_m=64, tile_n=24)),
-    ("blocked", dict(tile_m=128, tile_n=104)),
+    more("pipelined", dict(tile_m=64, tile_n=24)),
+    more("blocked", dict(tile_m=128, tile_n=104)),
 )
 
 
@@ -145,7 +145,7 @@ SWAPPED_TILES = (
     (dict(tile_m=192, tile_n=96, consumers=3, cluster_m=2), 70, 776),
     (dict(tile_m=64, tile_n=320, consumers=1), 305, 200),
     (dict(tile_m=128, tile_n=64, wg_dim="m", cluster_n=4), 200, 72),
-    (dict(tile_m=256, tile_n=136, num_stages=3), 272, 520),
+    more(dict(tile_m=256, tile_n=136, num_stages=3), 272, 520),
     (dict(tile_m=64, tile_n=24, consumers=1), 23, 200),
 )
 
