@@ -40,6 +40,7 @@ class Model:
   store_rate: float = 33.9e3  # Registers of a warpgroup to memory.
   masked_rate: float = 48.7e3  # The same, not by TMA,
   odd_rate: float = 20.5e3  # and of rows that begin within 16 bytes.
+  half_sectors: float = 1.8  # Times as long as by the first: rows that begin within 32.
   piece: float = 0.11  # Each piece beyond the fewest that a tile could be stored in.
   step: float = 0.0262  # Barriers and bookkeeping of a k tile.
   shared_step: float = 0.0134  # The same, where another consumer's wgmma runs meanwhile.
@@ -48,7 +49,6 @@ class Model:
   wide: float = 1.09  # The same, two wgmma a k tile: one holds 256 columns at most.
   narrow: float = 83.6  # Columns of a wgmma that takes no less time with fewer.
   shared_rate: float = 256e3  # Shared memory, of what TMA writes and wgmma reads.
-  half_sectors: float = 1.8  # Of stores whose rows begin within 32 bytes.
   chunks: float = 1.03  # As `single`: wgmma of 64 columns, as rhs comes in chunks.
   promotion: float = 0.0181  # Of the sums, once.
   lhs_split: float = 0.41  # Of 32 of k in registers, by one consumer.
