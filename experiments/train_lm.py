@@ -19,7 +19,7 @@ support. The figures go to train_lm.json, the loss curves to train_lm.png.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import importlib
 import itertools
@@ -34,7 +34,6 @@ from typing import Any
 
 from absl import app, flags, logging
 import jax
-from jax.experimental.mosaic.gpu import profiler
 from matplotlib.figure import Figure
 import numpy as np
 import optax
@@ -46,6 +45,7 @@ from experiments import (
   gpt2,
   progress,
   provenance,
+  timing,
   transformer,
 )
 from experiments.kernel_count import GemmCount, count_gemms
@@ -232,10 +232,10 @@ class Trainee:
         self._state, _ = self._step(self._state, tokens)
       return self._state  # What is waited for: the loss comes before the update.
 
-    _, kernels_ms = profiler.Cupti().measure(_AsItIs(steps))()
-    if kernels_ms is None:
+    ran = timing.profile.kernels(steps)
+    if not ran:
       raise RuntimeError("CUPTI saw no kernel: nothing to time")
-    self._kernel_ms.append(kernels_ms / _KERNEL_STEPS)
+    self._kernel_ms.append(sum(timing.profile.exposed_us(ran)) / 1e3 / _KERNEL_STEPS)
 
   def run(self) -> Run:
     """Returns what came of it; the first block, which warms up, gives no time."""
@@ -261,16 +261,6 @@ def _model(name: str) -> tuple[types.ModuleType, Mapping[str, Any]]:
     return gpt2, blocks.LAYERS
   # Needs Flax.
   return importlib.import_module("experiments.transformer_nnx"), DOT_GENERALS
-
-
-class _AsItIs(jax.stages.Wrapped):
-  """A function that `Cupti.measure` calls, where it would jit a plain one."""
-
-  def __init__(self, function: Callable[[], object]):
-    self._function = function
-
-  def __call__(self) -> object:
-    return self._function()
 
 
 def train(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 import tempfile
-import types
 
 # XLA reads both when the CPU backend starts, which no import does. Each emulated CTA of a
 # cluster holds one of its threads while it waits for the others; more make tests slower.
@@ -19,12 +18,13 @@ os.environ["XLA_FLAGS"] = (
 _cache_dir = tempfile.TemporaryDirectory(prefix="jaxgemm-tests-")
 os.environ["JAXGEMM_CACHE_DIR"] = _cache_dir.name
 
-from experiment_cases import Cupti  # noqa: E402
+from experiment_cases import Gpu  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
 from experiments import timing  # noqa: E402
 from jaxgemm import device, plan, user_table  # noqa: E402
+from jaxgemm.autotune import timing as autotune_timing  # noqa: E402
 
 
 def pytest_collection_modifyitems(items):
@@ -46,12 +46,18 @@ def rng() -> np.random.Generator:
 
 
 @pytest.fixture
-def cupti(monkeypatch) -> Cupti:
-  """What `timing` finds in CUPTI's place."""
-  cupti = Cupti()
-  library = types.SimpleNamespace(_mosaic_gpu_ext=cupti)
-  monkeypatch.setattr(timing.profiler, "mosaic_gpu_lib", library)
-  return cupti
+def gpu(monkeypatch) -> Gpu:
+  """The GPU that `timing` sees."""
+  gpu = Gpu()
+
+  def mark():
+    gpu.launch("mark", 0.001, 0.4)
+    return np.uint32(1)
+
+  monkeypatch.setattr(timing.profile, "kernels", gpu.kernels)
+  monkeypatch.setattr(autotune_timing, "_make_mark", lambda: mark)
+  monkeypatch.setattr(autotune_timing, "_mark_name", lambda: "mark")
+  return gpu
 
 
 @pytest.fixture

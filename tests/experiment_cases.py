@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from experiments import gate, products, report, suites
+from jaxgemm.autotune import profile
 from jaxgemm.device import known_device
 
 H200 = known_device("NVIDIA H200")
@@ -38,30 +39,44 @@ def make_row(
   )
 
 
-class Cupti:
-  """Stands in for Mosaic GPU's CUPTI bindings: a session records what is launched."""
+class Gpu:
+  """Stands in for the GPU that XLA's profiler sees: a session is a profile's kernels.
+
+  One kernel follows the other, 1 us later, or `early_us` before the other's end.
+  """
 
   def __init__(self):
     self.active = False
-    self.sessions = []
+    self.sessions: list[list[tuple[str, float]]] = []
+    self._ran: list[profile.Kernel] = []
 
-  def _cupti_init(self):
-    self.active = True
+  def kernels(self, run) -> list[profile.Kernel]:
+    """As `profile.kernels`."""
+    self.active, self._ran = True, []
     self.sessions.append([])
-
-  def _cupti_get_timings(self, finalize):
+    run()
     self.active = False
-    self.finalized = finalize
-    return list(self.sessions[-1])
+    return self._ran
+
+  def launch(self, name: str, time_ms: float, early_us: float = -1.0) -> None:
+    """Runs a kernel for `time_ms` beyond the end of the one before it."""
+    if not self.active:
+      return
+    self.sessions[-1].append((name, time_ms))
+    end_ns = self._ran[-1].end_ns if self._ran else 0.0
+    start_ns = end_ns - 1e3 * early_us
+    self._ran.append(
+        profile.Kernel(start_ns, max(start_ns, end_ns) + 1e6 * time_ms, name, "")
+    )
 
   def variant(self, *kernels, calls=None):
-    """Returns a function of an array that launches (name, ms) kernels."""
+    """Returns a function of an array that launches kernels: see `launch`."""
 
     def function(array):
       if calls is not None:
         calls.append(array)
-      if self.active:
-        self.sessions[-1].extend(kernels)
+      for kernel in kernels:
+        self.launch(*kernel)
       return array
 
     return function

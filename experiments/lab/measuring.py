@@ -2,7 +2,6 @@
 
 What differs is what the questions want to know: each call's time, kernels that only
 the laboratory has, operands drawn in several ways, and how the driver launches them.
-The last is asked at the end: a process cannot time again after it, see launches.py.
 """
 
 from __future__ import annotations
@@ -38,14 +37,11 @@ _FEWEST = 5
 
 @dataclasses.dataclass(frozen=True)
 class _Frame:
-  """The seed, what draws operands from a key, and the gate of results of them.
-
-  There is no gate where nothing is left to check.
-  """
+  """The seed, what draws operands from a key, and the gate of results of them."""
 
   seed: int
   draw: Callable[[jax.Array], Inputs]
-  gate: Gate | None
+  gate: Gate
 
   def inputs(self, index: int = 0) -> Inputs:
     """Returns the `index`-th set of operands."""
@@ -58,27 +54,11 @@ _Frames = dict[str, _Frame]  # By how operands are drawn.
 
 
 def measure(lab: Lab, question: str, jobs: Iterable[Job]) -> Iterator[Row]:
-  """Yields the rows of one job after the other, in the order of its variants.
-
-  The jobs whose launches are wanted come last, whatever their place: no launch is asked
-  for before everything is timed. If a job raises, the rows that wait are yielded without
-  their launches first.
-  """
-  waiting: list[tuple[_Run, list[Row]]] = []
-  try:
-    for run in _runs(lab, question, jobs):
-      rows = run.rows()
-      if run.job.launches:
-        waiting.append((run.without_gates(), rows))
-      else:
-        yield from rows
-      del run  # With its programs and arrays, before the next ones are made.
-  except (Exception, KeyboardInterrupt):
-    for _, rows in waiting:
-      yield from rows
-    raise
-  for run, rows in waiting:
-    yield from run.with_launches(rows)
+  """Yields the rows of one job after the other, in the order of its variants."""
+  for run in _runs(lab, question, jobs):
+    rows = run.rows()
+    yield from run.with_launches(rows) if run.job.launches else rows
+    del run  # With its programs and arrays, before the next ones are made.
 
 
 def _runs(lab: Lab, question: str, jobs: Iterable[Job]) -> Iterator[_Run]:
@@ -212,13 +192,6 @@ class _Run:
         self._row(i, variant, verdicts, xla_errors, times_us)
         for i, variant in enumerate(self.job.variants)
     ]
-
-  def without_gates(self) -> _Run:
-    """Returns the run less its gates, which keep XLA's results on the device."""
-    frames = {
-        how: dataclasses.replace(frame, gate=None) for how, frame in self.frames.items()
-    }
-    return dataclasses.replace(self, frames=frames)
 
   def with_launches(self, rows: Sequence[Row]) -> Iterator[Row]:
     """Yields its rows, those that have times with their launches."""

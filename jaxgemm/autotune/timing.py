@@ -1,26 +1,25 @@
 """GPU kernel times through CUPTI: variants interleaved, inputs rotated.
 
-The time of a call is the sum over every kernel that it launches, those that pad
-an operand or reduce partial sums included; launch gaps, copies and memory sets
-are not in it. jax.experimental.mosaic.gpu.profiler reads the times: its
-`Cupti.measure` calls a function once to warm up, attaches CUPTI, calls it again
-and returns the kernels of that second call in the order of their launch.
+The time of a call is what its kernels add to the time of those before them (see
+`profile.exposed_us`), those that pad an operand or reduce partial sums included; launch
+gaps, copies and memory sets are not in it.
 """
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+import functools
 import itertools
 import random
 import time
 from typing import Any
 
 import jax
-from jax.experimental.mosaic.gpu import profiler
+import jax.numpy as jnp
 import numpy as np
 
-Kernels = list[tuple[str, float]]  # (kernel name, time in ms), in launch order
+from jaxgemm.autotune import profile
 
 _MIN_SETS = 3
 _MAX_SETS = 256
@@ -63,7 +62,10 @@ def interleaved[Name: Hashable](
   slows a kernel down for what the one before it has spent, and in a fixed order
   each variant would pay for always the same other one (2.5% for two kernels of
   40 us on an H200). Each call takes the next input set, so that none finds the
-  inputs of the one before it in the L2. One CUPTI session covers all the rounds.
+  inputs of the one before it in the L2. One profile covers all the rounds.
+
+  Between turns runs a tiny kernel of XLA's: a mark that tells them apart, and the same
+  neighbour for all, as what starts early starts beside the kernel before it.
 
   Even so, variants that take turns by the call share their clocks, and one that needs
   more energy for the same work slows the others down as much as itself: alone it would
@@ -81,27 +83,21 @@ def interleaved[Name: Hashable](
       of a turn's calls. 0: a turn is one call.
 
   Raises:
-    RuntimeError: a call launched other kernels than its variant did at first,
-      so that the times cannot be told apart.
+    RuntimeError: a variant launched no kernel, or the calls of a turn did not launch as
+      many as each other.
   """
-  # Which kernels belong to a variant is learnt from one call of it alone.
-  kernel_names, calls = {}, {}
-  for name, variant in variants.items():
-    call = _once(variant, input_sets[0])
-    learnt = _measure(call, call, detach=False)
-    kernel_names[name] = [kernel for kernel, _ in learnt]
-    time_s = sum(time_ms for _, time_ms in learnt) / 1e3
-    calls[name] = max(1, min(_MAX_CALLS, int(turn_s / max(time_s, 1e-9))))
-
+  mark = _make_mark()
+  sets = itertools.cycle(input_sets)
   draw = random.Random(0)
   rounds = [draw.sample(list(variants), len(variants)) for _ in range(repeats)]
+  calls = dict.fromkeys(variants, 1)
 
   def session(rounds: Sequence[Sequence[Name]]) -> list[Any]:
-    sets = itertools.cycle(input_sets)
     # The results of a round are kept while memory allows, so that a call does not
     # write to what the one before it has just written; the profiler waits for them.
     results: collections.deque[Any] = collections.deque()
     most = max(len(variants), _IN_FLIGHT if turn_s else 0)
+    marks = [mark()]
     for name in itertools.chain.from_iterable(rounds):
       for _ in range(calls[name]):
         result = variants[name](*next(sets))
@@ -111,77 +107,66 @@ def interleaved[Name: Hashable](
           first = results.popleft()
           if turn_s:
             jax.block_until_ready(first)
-    return list(results)
+      marks.append(mark())
+    return [*results, marks[-1]]
 
-  def burn_in() -> list[Any]:
+  def turns(rounds: Sequence[Sequence[Name]]) -> Iterator[tuple[Name, list[float]]]:
+    """Yields each turn of a session: what each of its calls adds to the time."""
+    found = _between_marks(profile.kernels(lambda: session(rounds)))
+    for name, kernels in zip(itertools.chain.from_iterable(rounds), found, strict=True):
+      per_call, left = divmod(len(kernels), calls[name])
+      if left or not per_call:
+        raise RuntimeError(
+            f"{calls[name]} calls of {name!r} launched {len(kernels)} kernels"
+        )
+      yield name, [sum(call) for call in itertools.batched(kernels, per_call)]
+
+  def burn_in() -> None:
     some = rounds[:1] if turn_s else rounds
-    results = session(some)
     end = time.monotonic() + burn_in_s
+    jax.block_until_ready(session(some))
     while time.monotonic() < end:
-      results = jax.block_until_ready(session(some))
-    return results
+      jax.block_until_ready(session(some))
 
-  kernels = collections.deque(
-      _measure(burn_in, lambda: session(rounds), detach=True)
-  )
+  if turn_s:
+    jax.block_until_ready(session(rounds[:1]))
+    times_s = {name: sum(turn) / 1e6 for name, turn in turns(rounds[:1])}
+    calls = {
+        name: max(1, min(_MAX_CALLS, int(turn_s / max(time_s, 1e-9))))
+        for name, time_s in times_s.items()
+    }
+  burn_in()
   times_us: dict[Name, list[float]] = {name: [] for name in variants}
-  for name in itertools.chain.from_iterable(rounds):
-    turn = [_take(kernels, name, kernel_names[name]) for _ in range(calls[name])]
+  for name, turn in turns(rounds):
     settled = turn[-max(1, len(turn) // 4) :]
     times_us[name].append(sum(settled) / len(settled))
-  if kernels:
-    raise RuntimeError(f"{len(kernels)} kernels more than expected: {kernels[0][0]} ...")
   return times_us
 
 
-class _Session(jax.stages.Wrapped):
-  """Two functions in the form that `Cupti.measure` takes.
-
-  It would jit a plain function; a stages.Wrapped it calls as it is: first
-  to warm up, then for the measurement.
-  """
-
-  def __init__(self, warm_up: Callable[[], object], timed: Callable[[], object]):
-    self._phases = iter((warm_up, timed))
-
-  def __call__(self) -> object:
-    return next(self._phases)()
+def _make_mark() -> Callable[[], jax.Array]:
+  """Returns what launches the mark."""
+  ones = jnp.uint32(1)
+  return lambda: _count_bits(ones)
 
 
-def _measure(
-    warm_up: Callable[[], object], timed: Callable[[], object], *, detach: bool
-) -> Kernels:
-  """Returns the kernels of `timed`; CUPTI stays attached unless told to detach."""
-  cupti = profiler.Cupti(finalize=detach)
-  _, kernels = cupti.measure(_Session(warm_up, timed), aggregate=False)()
-  if kernels is None:
-    raise RuntimeError("CUPTI saw no kernel: nothing to time")
-  return kernels
+_count_bits = jax.jit(jax.lax.population_count)  # As no product does.
 
 
-def _once(
-    variant: Callable[..., Any], arguments: tuple[Any, ...]
-) -> Callable[[], Any]:
-  return lambda: variant(*arguments)
+@functools.cache
+def _mark_name() -> str:
+  mark = _make_mark()
+  jax.block_until_ready(mark())
+  (kernel,) = profile.kernels(mark)
+  return kernel.name
 
 
-def _take(
-    kernels: collections.deque[tuple[str, float]], name: Hashable,
-    expected: Sequence[str],
-) -> float:
-  """Takes the kernels of the next call, `expected`, and returns their microseconds.
-
-  CUPTI tells of the kernel of a conditional branch after those of the next call: of
-  each name the first counts. A kernel that is not there leaves too few for the last.
-  """
-  time_ms = 0.0
-  for kernel in expected:
-    index = next((i for i, (found, _) in enumerate(kernels) if found == kernel), None)
-    if index is None:
-      left = [found for found, _ in itertools.islice(kernels, len(expected))]
-      raise RuntimeError(
-          f"a call of {name!r} launched {left}, its first call {list(expected)}"
-      )
-    time_ms += kernels[index][1]
-    del kernels[index]
-  return 1e3 * time_ms
+def _between_marks(ran: Sequence[profile.Kernel]) -> list[list[float]]:
+  """Returns what each kernel adds to the time, of each turn between two marks."""
+  found: list[list[float]] = []
+  name = _mark_name()
+  for kernel, time_us in zip(ran, profile.exposed_us(ran), strict=True):
+    if kernel.name == name:
+      found.append([])
+    elif found:
+      found[-1].append(time_us)
+  return found[:-1]
