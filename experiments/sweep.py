@@ -11,6 +11,7 @@ emulation.
   python -m experiments.sweep --suite=random --draw=80 --seed=1 \
       --dtypes=bfloat16,float16 --part=1/4 --name=random-1
   python -m experiments.sweep --shapes=1,4096,4096:NN+NT --repeats=3
+  python -m experiments.sweep --suite=full --best=8
 
 NAME.jsonl has the rows of experiments/run.py with `config`, the fields of the
 candidate's config, and `estimate_us`, the heuristics' estimate. Both are null for
@@ -35,6 +36,9 @@ from pallas_kernels import KERNELS
 from pallas_kernels.problem import Problem
 
 flags.adopt_module_key_flags(cli)
+_BEST = flags.DEFINE_integer(
+    "best", None, "Only so many candidates, of the shortest estimates.", lower_bound=1
+)
 _REPEATS = 5
 
 
@@ -51,10 +55,15 @@ class SweepRow(report.Row):
   estimate_us: float | None
 
 
-def estimates(problem: Problem, device: Device) -> list[heuristics.Candidate]:
-  """Returns what the heuristics list of a problem, but for XLA; the best first."""
+def estimates(
+    problem: Problem, device: Device, best: int | None = None
+) -> list[heuristics.Candidate]:
+  """Returns what the heuristics list of a problem, but for XLA; the best first.
+
+  With `best` only so many.
+  """
   listed = heuristics.candidates(problem, device)
-  return [candidate for candidate in listed if candidate.kernel in KERNELS]
+  return [candidate for candidate in listed if candidate.kernel in KERNELS][:best]
 
 
 def xla_estimate_us(problem: Problem, device: Device) -> float | None:
@@ -66,7 +75,7 @@ def xla_estimate_us(problem: Problem, device: Device) -> float | None:
 
 
 def sweep_candidates(
-    problem: Problem, device: Device, *, emulated: bool
+    problem: Problem, device: Device, *, emulated: bool, best: int | None = None
 ) -> list[products.Candidate]:
   """Returns XLA, then what `estimates` lists, in its order."""
   xla = products.make_candidate(problem, "xla", device, emulated=emulated)
@@ -74,7 +83,7 @@ def sweep_candidates(
       products.make_candidate(
           problem, listed.kernel, device, emulated=emulated, config=listed.config
       )
-      for listed in estimates(problem, device)
+      for listed in estimates(problem, device, best)
   ]
 
 
@@ -82,9 +91,10 @@ def sweep_rows(
     problem: Problem, device: Device, rows: Sequence[report.Row]
 ) -> list[SweepRow]:
   """Returns the rows of `sweep_candidates` with their configs and estimates."""
+  best = len(rows) - 1
   extras = [(None, xla_estimate_us(problem, device))] + [
       (dataclasses.asdict(listed.config), listed.time_us)
-      for listed in estimates(problem, device)
+      for listed in estimates(problem, device, best)
   ]
   return [
       SweepRow(**vars(row), config=config, estimate_us=estimate_us)
@@ -202,7 +212,7 @@ def main(argv: Sequence[str]) -> None:
   suite, cases = cli.cases(platform)
   rows_of = runner.Runner(
       candidates=lambda problem: sweep_candidates(
-          problem, device, emulated=not platform.on_gpu
+          problem, device, emulated=not platform.on_gpu, best=_BEST.value
       ),
       device=device,
       on_gpu=platform.on_gpu,

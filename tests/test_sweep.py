@@ -201,3 +201,15 @@ def test_fit_program(check, sweep_file, capsys):
   assert all(case.name in printed for case in SWEPT)
   assert "now: loss" in printed and "at worst (" in printed
   assert ("class Model:" in printed) == ("fitted: loss" in printed) == (not check)
+
+
+def test_sweep_of_the_best_alone():
+  case = SWEPT[0]
+  found = sweep.sweep_candidates(case.problem, H200, emulated=False, best=3)
+  everything = sweep.sweep_candidates(case.problem, H200, emulated=False)
+  assert [one.plan for one in found] == [one.plan for one in everything[:4]]
+  rows = _swept(case, lambda kernel, config: 1.0)[:4]
+  assert sweep.sweep_rows(case.problem, H200, [
+      report.Row(**{f.name: getattr(row, f.name) for f in dataclasses.fields(report.Row)})
+      for row in rows
+  ]) == rows
