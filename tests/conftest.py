@@ -18,7 +18,7 @@ os.environ["XLA_FLAGS"] = (
 _cache_dir = tempfile.TemporaryDirectory(prefix="jaxgemm-tests-")
 os.environ["JAXGEMM_CACHE_DIR"] = _cache_dir.name
 
-from experiment_cases import Gpu  # noqa: E402
+from experiment_cases import MARK, Gpu  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
@@ -51,12 +51,13 @@ def gpu(monkeypatch) -> Gpu:
   gpu = Gpu()
 
   def mark():
-    gpu.launch("mark", 0.001, 0.4)
+    gpu.launch(MARK[0], 0.05)
+    gpu.launch(MARK[1], 0.001, 0.4)
     return np.uint32(1)
 
   monkeypatch.setattr(timing.profile, "kernels", gpu.kernels)
   monkeypatch.setattr(autotune_timing, "_make_mark", lambda: mark)
-  monkeypatch.setattr(autotune_timing, "_mark_name", lambda: "mark")
+  monkeypatch.setattr(autotune_timing, "_mark_names", lambda: MARK)
   return gpu
 
 

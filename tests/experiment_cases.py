@@ -39,6 +39,9 @@ def make_row(
   )
 
 
+MARK = "flush", "mark"  # What stands in for the kernels between turns.
+
+
 class Gpu:
   """Stands in for the GPU that XLA's profiler sees: a session is a profile's kernels.
 

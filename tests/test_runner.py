@@ -7,7 +7,7 @@ import json
 
 from absl import app, flags
 from absl.testing import flagsaver
-from experiment_cases import FIELDS, H200, PROVENANCE, SWEPT
+from experiment_cases import FIELDS, H200, MARK, PROVENANCE, SWEPT
 import jax
 import jax.numpy as jnp
 from product_cases import products as bound_products
@@ -109,7 +109,7 @@ def test_runner_times_what_passed(gpu):
   (rows,) = one.rows([suites.make_case(16, 32, 8)])
   assert [row.time_us for row in rows] == [250.0, None, 125.0, 62.5]
   assert [row.ratio_to_xla for row in rows] == [1.0, None, 2.0, 4.0]
-  names = [name for name, _ in gpu.sessions[-1] if name != "mark"]
+  names = [name for name, _ in gpu.sessions[-1] if name not in MARK]
   rounds = [names[i : i + 3] for i in range(0, 9, 3)]
   assert all(sorted(one) == ["better", "good", "xla"] for one in rounds)
 
