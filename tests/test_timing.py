@@ -164,6 +164,18 @@ def test_interleaved_wants_kernels(gpu):
     timing.interleaved({"idle": gpu.variant()}, [(jnp.ones(1),)], 1)
 
 
+def test_turns_that_the_profiler_lost(gpu, monkeypatch):
+  variants = {"a": gpu.variant(("a", 1.0))}
+  monkeypatch.setattr(profile, "kernels", lambda run: gpu.kernels(run)[:-3])
+  with pytest.raises(RuntimeError, match="the profiler saw 1 turns of 2"):
+    timing.interleaved(variants, [(jnp.ones(1),)], 2)
+
+
+def test_nothing_to_time_without_a_gpu():
+  with pytest.raises(RuntimeError, match="saw no kernel"):
+    timing.interleaved({"a": jnp.negative}, [(jnp.ones(1),)], 1)
+
+
 @pytest.mark.parametrize(
     "set_bytes, sets",
     [(1 << 10, 256), (4 << 20, 60), (100 << 20, 3), (8 << 30, 2), (40 << 30, 1)],

@@ -87,8 +87,8 @@ def interleaved[Name: Hashable](
       of a turn's calls. 0: a turn is one call.
 
   Raises:
-    RuntimeError: a variant launched no kernel, or the calls of a turn did not launch as
-      many as each other.
+    RuntimeError: a variant launched no kernel, the calls of a turn did not launch as many
+      as each other, or the profiler did not see all of them.
   """
   mark = _make_mark()
   sets = itertools.cycle(input_sets)
@@ -116,8 +116,11 @@ def interleaved[Name: Hashable](
 
   def turns(rounds: Sequence[Sequence[Name]]) -> Iterator[tuple[Name, list[float]]]:
     """Yields each turn of a session: what each of its calls adds to the time."""
+    names = list(itertools.chain.from_iterable(rounds))
     found = _between_marks(profile.kernels(lambda: session(rounds)))
-    for name, kernels in zip(itertools.chain.from_iterable(rounds), found, strict=True):
+    if len(found) != len(names):
+      raise RuntimeError(f"the profiler saw {len(found)} turns of {len(names)}")
+    for name, kernels in zip(names, found, strict=True):
       per_call, left = divmod(len(kernels), calls[name])
       if left or not per_call:
         raise RuntimeError(
@@ -162,7 +165,10 @@ def _mark_names() -> tuple[str, ...]:
   """Returns the names of those kernels, of which no other has the last one's."""
   mark = _make_mark()
   jax.block_until_ready(mark())
-  return tuple(kernel.name for kernel in profile.kernels(mark))
+  names = tuple(kernel.name for kernel in profile.kernels(mark))
+  if not names:
+    raise RuntimeError("the profiler saw no kernel: nothing to time")
+  return names
 
 
 def _between_marks(ran: Sequence[profile.Kernel]) -> list[list[float]]:
