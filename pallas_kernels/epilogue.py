@@ -67,11 +67,6 @@ def _piece_cols(tile_n: int, itemsize: int, least: int) -> list[int]:
   return found[:1] if tile_n % found[0] == 0 else found
 
 
-def _row_cols(tile_n: int, most: int) -> int:
-  """Columns of the fewest pieces that threads store, of `most` each."""
-  return tiles.round_up(tiles.cdiv(tile_n, tiles.cdiv(tile_n, most)), 8)
-
-
 def _piece_rows(tile_n: int) -> list[int]:
   """The same, of rows of a piece that is stored transposed."""
   least = tiles.cdiv(tile_n, PIECE_ROWS)
@@ -113,12 +108,8 @@ class Staging:
 
   @property
   def pitch(self) -> int:
-    """Row pitch of a masked slot: a row begins anywhere within 16 bytes.
-
-    An odd number of those: against bank conflicts.
-    """
-    unit = tiles.tma_stride_elems(self.dtype)
-    return (self.cols // unit + 1 | 1) * unit
+    """Row pitch of a masked slot: 16 bytes more, against bank conflicts."""
+    return self.cols + tiles.tma_stride_elems(self.dtype)
 
   @property
   def num_bytes(self) -> int:
@@ -290,8 +281,8 @@ class Epilogue:
     piece = piece.astype(jnp.dtype(self.problem.out_dtype))
     if self.out.way == "masked":
       register_stores.store(
-          piece, slots.at[wg], out_gmem, row, col, stored=stored,
-          transposed=self.transposed, interleaved=self.interleaved,
+          piece, slots.at[wg], out_gmem, row, col, transposed=self.transposed,
+          interleaved=self.interleaved,
       )
       return
     if self.out.way == "run":
@@ -373,9 +364,6 @@ def epilogues(
   copied = "tiled" if emulated else "flat"
   dtype, c_dtype = problem.out_dtype, problem.epilogue.c_dtype
   masked = by_registers or interleaved or problem.n % tiles.tma_stride_elems(dtype)
-  import os
-  if os.environ.get("MASK"):
-    masked = masked or problem.n * problem.out_itemsize % 128
   way = "masked" if masked and not emulated else copied
   if transposed:
     cols = tiles.swizzle_elems(dtype)
@@ -394,13 +382,7 @@ def epilogues(
   if way == "masked" and not (by_registers or interleaved):
     if stores_runs(problem, wg_tile_n):
       found.append(Epilogue(problem, Staging("run", dtype, wg_tile_n, num_wgs), None))
-  widths = _piece_cols(wg_tile_n, itemsize, least)
-  import os
-  if way == "masked" and c_dtype is None:
-    wide = int(os.environ.get("WIDE", "512"))
-    widths = [_row_cols(wg_tile_n, w // itemsize) for w in (512, 256, 128) if w <= wide]
-    widths = list(dict.fromkeys(widths))
-  for cols in widths:
+  for cols in _piece_cols(wg_tile_n, itemsize, least):
     if problem.epilogue.slopes == 2 and cols >= 32:
       cols //= 2  # Three arrays have slots, which the ring would lack.
     found.append(Epilogue(

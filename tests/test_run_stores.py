@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import types
 
 from hypothesis import HealthCheck, example, given, settings
@@ -13,15 +14,63 @@ from jaxgemm import heuristics
 from jaxgemm.device import known_device
 from pallas_kernels import epilogue as epilogues
 from pallas_kernels import run_stores, tiles
-from tests import followed_threads
 from tests.kernel_cases import lowered, make_problem, small_config
 
 ITEMSIZE = 2
 
 
+class Memory:
+  """Shared memory and GMEM in elements, as the instructions of `run_stores` see them."""
+
+  def __init__(self, elements: int):
+    self.slot = np.zeros(run_stores.slot_elements(64, elements, "bfloat16"))
+    self.gmem: dict[int, float] = {}
+
+  def run(self, ptx: str, *args) -> None:
+    if "st.shared" in ptx:
+      address, value, wanted = args
+      offset = int(ptx.split("[$0 + ")[1].split("]")[0])
+      if wanted:
+        self._at(address + offset)[...] = value
+    elif "cp.async.bulk" in ptx:
+      target, source, num_bytes, wanted = args
+      if wanted:
+        assert target % 16 == source % 16 == num_bytes % 16 == 0 < num_bytes
+        for at in range(0, num_bytes, ITEMSIZE):
+          self._store(target + at, source + at)
+    else:
+      target, source, wanted = args
+      if wanted:
+        self._store(target, source)
+
+  def _at(self, address: int):
+    assert address % ITEMSIZE == 0 <= address < ITEMSIZE * self.slot.size
+    return self.slot[address // ITEMSIZE : address // ITEMSIZE + 1]
+
+  def _store(self, target: int, source: int) -> None:
+    assert target not in self.gmem  # Each element once.
+    self.gmem[target] = float(self._at(source)[0])
+
+
 @pytest.fixture
 def in_integers(monkeypatch):
-  followed_threads.in_integers(monkeypatch, run_stores)
+  """What `run_stores` computes in MLIR, computed."""
+  names = dict(addi="add", subi="sub", muli="mul", andi="and_", shli="lshift")
+  computed = {name: getattr(operator, does) for name, does in names.items()}
+  computed |= dict(
+      maxsi=max, minsi=min, select=lambda which, one, other: one if which else other,
+      extui=lambda _, x: x, bitcast=lambda _, x: x,
+  )
+  monkeypatch.setattr(run_stores, "arith", types.SimpleNamespace(**computed))
+  for name in ("i32", "i64_of_unsigned"):
+    monkeypatch.setattr(run_stores, name, int)
+  monkeypatch.setattr(run_stores, "i32_type", lambda: None)
+  monkeypatch.setattr(run_stores, "less", operator.lt)
+  monkeypatch.setattr(run_stores, "_behind", operator.add)
+  integers = types.SimpleNamespace(get_signless=lambda _: None)
+  monkeypatch.setattr(run_stores, "ir", types.SimpleNamespace(IntegerType=integers))
+  pick = lambda pair, static_position, **_: pair[static_position[0]]
+  monkeypatch.setattr(run_stores, "vector", types.SimpleNamespace(extract=pick))
 
 
 @given(
@@ -39,15 +88,20 @@ def test_each_element_leaves_once(
 ):
   """Of a tile that is wider than the array and reaches beyond its rows."""
   cols = tiles.round_up(num_cols, 16) + 16 * extra
-  memory = followed_threads.Memory(run_stores.slot_elements(64, cols, "bfloat16"))
-  begin *= ITEMSIZE
+  memory, begin = Memory(cols), ITEMSIZE * begin
   phase = begin % 16
-  utils = types.SimpleNamespace(inline_ptx=memory.run)
+  utils = types.SimpleNamespace(inline_ptx=lambda ptx, *x, **_: memory.run(ptx, *x))
   monkeypatch.setattr(run_stores, "mgpu", types.SimpleNamespace(utils=utils))
   piece = np.arange(1.0, 64 * cols + 1).reshape(64, cols)
-  for place in followed_threads.threads():
-    monkeypatch.setattr(run_stores, "place_of_fragment", lambda at=place: at)
-    registers = followed_threads.fragment(piece, *place)
+  for thread in range(128):
+    warp, group, lane = thread // 32, thread % 32 // 4, thread % 4
+    monkeypatch.setattr(
+        run_stores, "place_of_fragment", lambda at=(warp, group, lane): at
+    )
+    registers = [
+        tuple(piece[16 * warp + 8 * half + group, 8 * block + 2 * lane :][:2])
+        for block in range(cols // 8) for half in range(2)
+    ]
     fragment = types.SimpleNamespace(
         registers=types.SimpleNamespace(flat=registers), mlir_dtype=None
     )
