@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+import shutil
 import tempfile
 
 # XLA reads both when the CPU backend starts, which no import does. Each emulated CTA of a
@@ -15,6 +16,9 @@ os.environ["PJRT_NPROC"] = "12"
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
 )
+# An emulated kernel runs once: it is not worth optimising. A GPU's programs are.
+if shutil.which("nvidia-smi") is None:
+  os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
 _cache_dir = tempfile.TemporaryDirectory(prefix="jaxgemm-tests-")
 os.environ["JAXGEMM_CACHE_DIR"] = _cache_dir.name
 
