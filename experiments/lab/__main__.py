@@ -6,8 +6,7 @@ stopped keeps what it has, and runs with --only join on one page. On a CPU the q
 run tiny problems in emulation, and nothing is timed. The exit status is 1 if a result
 failed the gate, or a question could not be asked to its end.
 
-Several questions are asked one after the other, each by a process of its own: one that
-asked how kernels are launched can time nothing more (see launches.py), and what ends
+Several questions are asked one after the other, each by a process of its own: what ends
 one process leaves the others alone. This one, which starts them and makes the page,
 leaves the GPU to them: JAX takes most of its memory as soon as it sees it. On a machine
 of several GPUs, --gpus of them are asked at once, another question each.

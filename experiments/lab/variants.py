@@ -88,8 +88,7 @@ class Job:
     case: the problem.
     variants: XLA among them, first, for each way to draw operands.
     repeats: timed calls of each variant; None: as the lab has it.
-    launches: whether to ask how the driver launches each; its rows then come after
-      those of all other jobs.
+    launches: whether to ask how the driver launches each.
   """
 
   table: str

@@ -31,7 +31,8 @@ class Kernel(NamedTuple):
 def kernels(run: Callable[[], object]) -> list[Kernel]:
   """Returns the kernels that `run()` launches, in the order in which they start.
 
-  Copies and memory sets are not among them. What `run` returns is waited for.
+  Copies and memory sets are not among them, what runs on other GPUs of the process is.
+  What `run` returns is waited for.
   """
   options = jax.profiler.ProfileOptions()
   options.host_tracer_level = options.python_tracer_level = 0  # The device's alone.
