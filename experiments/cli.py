@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 import contextlib
 import dataclasses
+import os
 import pathlib
 import sys
 from typing import Protocol
@@ -112,6 +113,8 @@ def start(
   """
   if len(argv) > 1:
     raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+  # With a thread for each of two cores emulated clusters wait for ever: each CTA has one.
+  os.environ.setdefault("PJRT_NPROC", "32")  # JAX reads it as it starts.
   if flags.FLAGS.verbosity == logging.INFO:  # app.run's default.
     logging.set_verbosity(logging.WARNING)  # JAX informs of each absent platform.
   if jax.default_backend() == "gpu":

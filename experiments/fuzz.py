@@ -322,8 +322,6 @@ def _set_environment() -> None:
   # The processes share one GPU, and the cores.
   os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
   os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-  # With a thread for each of two cores emulated clusters wait for ever: each CTA has one.
-  os.environ.setdefault("PJRT_NPROC", "32")
 
 
 def main(argv: Sequence[str]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 
 import jax
 
@@ -78,8 +79,9 @@ def emulate(kind: str | None = None) -> contextlib.AbstractContextManager[None]:
   The plans are those of the named device. Threads, barriers, copies and races are
   simulated, which is slow: for products of a few hundred a side. Races raise. Each CTA
   of a cluster holds a thread of XLA: on a machine of fewer cores than the CTAs of a
-  cluster they may wait for ever, unless PJRT_NPROC=32 is set before JAX starts. The
-  portable kernel ("triton") runs in Triton's interpreter, one CTA after the other.
+  cluster they may wait for ever, unless PJRT_NPROC=32 is set before JAX starts. This
+  function sets it, which is in time where nothing has been computed yet. The portable
+  kernel ("triton") runs in Triton's interpreter, one CTA after the other.
 
   Args:
     kind: the name of a device; by default the device of an enclosing `target`, or
@@ -89,6 +91,7 @@ def emulate(kind: str | None = None) -> contextlib.AbstractContextManager[None]:
     ValueError: the device is unknown; the message lists those that are known.
   Example: `with jaxgemm.emulate(): jaxgemm.matmul(a, b, implementation="persistent")`
   """
+  os.environ.setdefault("PJRT_NPROC", "32")
   if kind is not None:
     device = known_device(kind)
   elif (enclosing := current_target()) is not None:

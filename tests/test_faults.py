@@ -459,3 +459,13 @@ def test_out_of_memory_is_a_failure_with_its_name(monkeypatch):
       "MemoryError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate"
   )
   assert measured.times_us == (1.0,) and measured.failure is None
+
+
+def test_emulated_clusters_have_threads(monkeypatch):
+  """On two cores they waited for ever, now and then, for CTAs that had none."""
+  monkeypatch.delenv("PJRT_NPROC", raising=False)
+  jaxgemm.emulate()
+  assert os.environ["PJRT_NPROC"] == "32"
+  monkeypatch.setenv("PJRT_NPROC", "12")
+  jaxgemm.emulate()
+  assert os.environ["PJRT_NPROC"] == "12"
