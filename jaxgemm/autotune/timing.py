@@ -68,8 +68,8 @@ def interleaved[Name: Hashable](
   Between turns runs a mark of XLA's kernels: it tells them apart, and is the same
   neighbour for all. It reads more than the L2 holds, so that no call pays for what the
   one before it has left there to be written to memory (2.3 of 16.5 us at 64x6144x4096 on
-  an H200, in turns with XLA, which splits k and writes parts). Then follows a tiny kernel:
-  what starts early starts beside that.
+  an H200, in turns with XLA, which splits k and writes parts). Then follows a tiny
+  kernel: what starts early starts beside that.
 
   Even so, variants that take turns by the call share their clocks, and one that needs
   more energy for the same work slows the others down as much as itself: alone it would
