@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 import contextlib
 import dataclasses
-import os
 import pathlib
 import sys
 from typing import Protocol
@@ -16,6 +15,7 @@ import jax
 from experiments import common_flags, progress, provenance, report, suites
 import jaxgemm
 from jaxgemm import device as device_lib
+from pallas_kernels import compat
 from pallas_kernels.problem import ALGORITHM_OF_DTYPE
 
 flags.adopt_module_key_flags(common_flags)
@@ -113,8 +113,7 @@ def start(
   """
   if len(argv) > 1:
     raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-  # With a thread for each of two cores emulated clusters wait for ever: each CTA has one.
-  os.environ.setdefault("PJRT_NPROC", "32")  # JAX reads it as it starts.
+  compat.give_threads()  # Before JAX starts.
   if flags.FLAGS.verbosity == logging.INFO:  # app.run's default.
     logging.set_verbosity(logging.WARNING)  # JAX informs of each absent platform.
   if jax.default_backend() == "gpu":

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 
 import jax
 
 from jaxgemm.device import Device, known_device
+from pallas_kernels import compat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +91,7 @@ def emulate(kind: str | None = None) -> contextlib.AbstractContextManager[None]:
     ValueError: the device is unknown; the message lists those that are known.
   Example: `with jaxgemm.emulate(): jaxgemm.matmul(a, b, implementation="persistent")`
   """
-  os.environ.setdefault("PJRT_NPROC", "32")
+  compat.give_threads()
   if kind is not None:
     device = known_device(kind)
   elif (enclosing := current_target()) is not None:

@@ -12,7 +12,7 @@ import functools
 import jax
 
 HOPPER = "9.0"
-_CLUSTERS_OF_132_SMS = (132, 66, 38, 28, 19, 14, 13, 13)
+_CLUSTERS_OF_132_SMS = (132, 66, 38, 30, 19, 14, 13, 15)
 PORTABLE = ("8.0", "8.6", "8.9", HOPPER, "12.0")  # Where the portable kernel runs.
 
 
@@ -50,11 +50,10 @@ class Device:
     """Clusters of `size` CTAs, one CTA an SM, that run at the same time.
 
     A cluster lies within one GPC, whose SMs it cannot always share out evenly, and how
-    many of them work differs from chip to chip: most H200 run 30 clusters of 4 and 15 of
-    8 at once, another ran 28 and 13, and 19 of 5 and 14 of 6. So many count on all of
-    them: a plan for two more takes twice as long on a chip that has not got them, one for
-    two less a fifteenth longer on those that have. Nor would processes of one program
-    plan alike if each asked its own chip.
+    many of them work differs from chip to chip. Of 4 and 8 as many as the driver
+    (cudaOccupancyMaxActiveClusters) allowed on three H200, and ran at once on two; of
+    others less, as on another 20 clusters of 5 and 16 of 6 ran in two waves although it
+    allowed 22 and 17.
     """
     return _CLUSTERS_OF_132_SMS[size - 1] * self.num_sms // 132
 
@@ -65,7 +64,7 @@ class Device:
 
 # Rates and bandwidth of the H200 are measured on normal data, for a burst. Those of the
 # H100 follow from its clocks, multiprocessors and memory; one was seen to reach them (and
-# 4% more of the rate), and other bandwidths made no better plans.
+# 3% more of the rate), and other bandwidths made no better plans.
 _H200 = Device(
     kind="NVIDIA H200",
     num_sms=132,

@@ -44,6 +44,15 @@ def interpret_params() -> plgpu.InterpretGPUParams:
   return plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=64)
 
 
+def give_threads() -> None:
+  """Has XLA's CPU client start with 32 threads, unless PJRT_NPROC says how many.
+
+  Each emulated CTA of a cluster holds one: with one for each of two cores they wait for
+  ever, now and then. Of no use once JAX has computed something.
+  """
+  os.environ.setdefault("PJRT_NPROC", "32")
+
+
 def run_interpreted(fun: Callable[[plgpu.InterpretGPUParams], Any]) -> Any:
   """Returns fun(params), which runs kernels in interpret mode, once it is computed.
 

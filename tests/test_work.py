@@ -108,11 +108,3 @@ def test_runs_want_room(stages, runs):
   assert specialised.stores_runs(problem, config) == runs
   found = Work(problem, "persistent", config, H200)
   assert (found.runs, found.masked) == (runs, not runs)
-
-
-@pytest.mark.parametrize("tiles_m, rounds", [(28, 1), (29, 2), (30, 2)])
-def test_no_plan_counts_on_clusters_that_some_chips_lack(tiles_m, rounds):
-  """30 clusters of four run at once on most H200, 28 on one that there was."""
-  fields = dict(tile_m=64, tile_n=64, consumers=1, cluster_n=4)
-  found = work(Problem(64 * tiles_m, 256, 2048), **fields)
-  assert (found.num_tiles, found.per_sm) == (4 * tiles_m, rounds)

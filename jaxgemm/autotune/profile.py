@@ -19,6 +19,7 @@ class Kernel(NamedTuple):
 
   Attributes:
     start_ns, end_ns: on a clock of the profile's own.
+    name: the function's.
     details: the driver's words on how it was launched.
   """
 

@@ -91,12 +91,12 @@ def interleaved[Name: Hashable](
       as each other, or the profiler did not see all of them.
   """
   mark = _make_mark()
-  sets = itertools.cycle(input_sets)
   draw = random.Random(0)
   rounds = [draw.sample(list(variants), len(variants)) for _ in range(repeats)]
   calls = dict.fromkeys(variants, 1)
 
   def session(rounds: Sequence[Sequence[Name]]) -> list[Any]:
+    sets = itertools.cycle(input_sets)
     # The results of a round are kept while memory allows, so that a call does not
     # write to what the one before it has just written; the profiler waits for them.
     results: collections.deque[Any] = collections.deque()
@@ -130,8 +130,8 @@ def interleaved[Name: Hashable](
 
   def burn_in() -> None:
     some = rounds[:1] if turn_s else rounds
-    end = time.monotonic() + burn_in_s
     jax.block_until_ready(session(some))
+    end = time.monotonic() + burn_in_s
     while time.monotonic() < end:
       jax.block_until_ready(session(some))
 
