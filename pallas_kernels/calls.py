@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import (
   activations,
+  dependent,
   lhs_registers,
   operand_tiles,
   padding,
@@ -63,7 +64,7 @@ class Call:
       named |= zip(workspace, arrays, strict=True)
       kernel(*sources, out_gmem, refs | named)
 
-    found, *others = plgpu.kernel(
+    found, *others = dependent.kernel(
         body,
         out_type=[out, *workspace.values()],
         scratch_types={**scratch, **self.epilogue.scratch()},

@@ -35,7 +35,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import accumulate, partial_sums, tiles
+from pallas_kernels import accumulate, dependent, partial_sums, tiles
 from pallas_kernels.problem import GemvConfig, Problem
 
 NAME = "gemv"
@@ -194,7 +194,7 @@ def _sums(
       out_gmem[batch * config.splits + split, row, at] = total + accumulate.finite(rest)
 
   stored = product.batch * config.splits, product.m, shape.chunks * shape.width
-  sums = plgpu.kernel(
+  sums = dependent.kernel(
       body, out_type=jax.ShapeDtypeStruct(stored, jnp.float32),
       grid=(product.batch * per_batch,), grid_names=("cta",),
       kernel_name=f"jaxgemm_{NAME}", interpret=interpret,

@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import halves_of, tiles
+from pallas_kernels import dependent, halves_of, tiles
 
 NAME = "halves"
 MOST_COLS = 16384  # Of a row that registers hold: 128 elements of each thread.
@@ -59,7 +59,7 @@ def by_rows(x: jax.Array, *, interpret: Any = None):
   parts = jax.ShapeDtypeStruct(x.shape, jnp.float16)
   of_rows = jax.ShapeDtypeStruct((batch, rows), jnp.int32)
   factors = jax.ShapeDtypeStruct((batch, 2, rows), jnp.float32)
-  high, low, factors, marks = plgpu.kernel(
+  high, low, factors, marks = dependent.kernel(
       body, out_type=(parts, parts, factors, of_rows), grid=(batch * rows,),
       grid_names=("cta",), kernel_name=f"jaxgemm_{NAME}_rows", interpret=interpret,
   )(x)
@@ -101,7 +101,7 @@ def by_cols(x: jax.Array, largest: jax.Array, *, interpret: Any = None):
   parts = jax.ShapeDtypeStruct(x.shape, jnp.float16)
   of_ctas = jax.ShapeDtypeStruct((batch, bands, chunks), jnp.int32)
   factors = jax.ShapeDtypeStruct((batch, 2, cols), jnp.float32)
-  high, low, factors, marks = plgpu.kernel(
+  high, low, factors, marks = dependent.kernel(
       body, out_type=(parts, parts, factors, of_ctas), grid=(batch * bands * chunks,),
       grid_names=("cta",), kernel_name=f"jaxgemm_{NAME}_cols", interpret=interpret,
   )(x, largest)

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, scf
 
-from pallas_kernels import tiles
+from pallas_kernels import dependent, tiles
 from pallas_kernels.integers import (
   const64,
   i32,
@@ -89,7 +89,7 @@ def pad(
 
     run(*refs, jnp.int32(lax.axis_index("cta")))
 
-  return plgpu.kernel(
+  return dependent.kernel(
       body, out_type=outs, grid=(sum(counts),), grid_names=("cta",), num_threads=1,
       thread_name="wg", kernel_name=f"jaxgemm_{NAME}",
   )(*arrays)
