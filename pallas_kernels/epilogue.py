@@ -20,7 +20,8 @@ shared memory and from there to GMEM, in one of four ways (`Staging.way`):
           would not be clipped.
 
 A transposed accumulator (the operands have changed places) is written transposed into
-its slot, which then holds rows of the result.
+its slot, which then holds rows of the result; so does a slot of c, which is read
+transposed.
 
 `c` is read the same way back (flat or tiled; `prepare_c` pads a bad stride), two pieces
 ahead. Where a kernel calls `prefetch` first, the first two travel while it multiplies.
@@ -191,7 +192,8 @@ class Epilogue:
   ) -> None:
     """Starts to load the first pieces of each c for a tile of `shape` at (row, col)."""
     for n, (i, j, _) in enumerate(self.pieces(shape)[:NUM_SLOTS]):
-      self._start_c(c_gmem, refs, n, wg=wg, batch=batch, row=row + i, col=col + j)
+      at = self._in_result(row + i, col + j)
+      self._start_c(c_gmem, refs, n, wg=wg, batch=batch, **at)
 
   def store(
       self, acc, out_gmem: Ref, c_gmem: Refs, refs, *, wg, batch, row, col,
@@ -214,8 +216,8 @@ class Epilogue:
     index, starts = 0, self.pieces((rows, cols))
     step = self.out.rows if self.transposed else self.out.cols
     for n, (i, j, stored) in enumerate(starts):
-      at = (col + j, row + i) if self.transposed else (row + i, col + j)
-      to = dict(slots=refs["out_slots"], wg=wg, row=at[0], col=at[1], stored=stored)
+      at = self._in_result(row + i, col + j)
+      to = dict(slots=refs["out_slots"], wg=wg, stored=stored, **at)
       pieces = []
       for begin, bias, saved in zip(
           range(j, acc.shape[1], cols), BIASES, OTHERS, strict=False
@@ -251,7 +253,12 @@ class Epilogue:
       ahead = n + NUM_SLOTS
       if ahead < len(starts):  # Every thread has read the slot: the store has a barrier.
         i, j, _ = starts[ahead]
-        self._start_c(c_gmem, refs, ahead, wg=wg, batch=batch, row=row + i, col=col + j)
+        at = self._in_result(row + i, col + j)
+        self._start_c(c_gmem, refs, ahead, wg=wg, batch=batch, **at)
+
+  def _in_result(self, row, col) -> dict[str, Any]:
+    """Where element (row, col) of the product lies in the result."""
+    return dict(row=col, col=row) if self.transposed else dict(row=row, col=col)
 
   def pieces(self, shape: tuple[int, int]) -> list[tuple[int, int, int]]:
     """Where the pieces of a tile begin, in the order of their stores.
@@ -315,7 +322,7 @@ class Epilogue:
     for source, name in zip(c_gmem, C_SLOTS, strict=False):
       tma, _ = self.c.views(refs[name])
       plgpu.copy_gmem_to_smem(
-          source.at[batch, pl.ds(row, PIECE_ROWS), pl.ds(col, self.c.cols)],
+          source.at[batch, pl.ds(row, self.c.rows), pl.ds(col, self.c.cols)],
           tma.at[wg, n % NUM_SLOTS],
           refs["c_barriers"].at[wg * NUM_SLOTS + n % NUM_SLOTS],
       )
@@ -328,6 +335,8 @@ class Epilogue:
     pieces = []
     for name in C_SLOTS[: self.problem.epilogue.num_c]:
       registers = self.c.views(refs[name])[1].at[wg, n % NUM_SLOTS]
+      if self.transposed:
+        registers = registers.transpose((1, 0))
       piece = plgpu.load(registers, layout=plgpu.Layout.WGMMA)
       pieces.append(piece.astype(jnp.float32))
     return pieces
@@ -369,8 +378,9 @@ def epilogues(
     cols = tiles.swizzle_elems(dtype)
     return tuple(
         Epilogue(
-            problem, Staging(way, dtype, cols, num_wgs, rows), None, transposed=True,
-            interleaved=interleaved,
+            problem, Staging(way, dtype, cols, num_wgs, rows),
+            None if c_dtype is None else Staging(copied, c_dtype, cols, num_wgs, rows),
+            transposed=True, interleaved=interleaved,
         )
         for rows in _piece_rows(wg_tile_n)
     )

@@ -151,8 +151,10 @@ def check_swap(problem: Problem, config: PersistentConfig) -> str | None:
     return None
   if problem.out_itemsize != 2:
     return f"swap=True stores 16-bit results, not {problem.out_dtype}"
-  if epilogue.has_c:
-    return "swap=True excludes c"
+  if epilogue.slopes:
+    return "swap=True excludes slopes"
+  if epilogue.c_dtype == "float32":
+    return "swap=True takes c of 16 bits, not float32"
   if problem.n % tiles.tma_stride_elems(problem.out_dtype) and not config.skew:
     return f"swap=True: TMA cannot store rows of n={problem.n} elements"
   return None

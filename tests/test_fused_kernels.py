@@ -176,6 +176,24 @@ def test_swapped_operands(kernel):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("fields", [
+    dict(m=9, tile_n=16), dict(m=3, tile_n=24, consumers=1, tile_m=64),
+    dict(m=120, tile_n=72, wg_dim="tile", tile_m=64), dict(m=70, tile_n=128),
+    dict(m=9, tile_n=16, splits=2, cluster_k=2), dict(m=70, tile_n=64, splits=3),
+], ids=str)
+def test_swapped_operands_with_c(fields):
+  """Pieces of c come as rows of the result, and are read transposed."""
+  m, *_ = sizes = fields["m"], 392, 256
+  kernel = "split_k" if "splits" in fields else "persistent"
+  config = dict(tile_m=128, num_stages=4, swap=True) | fields
+  del config["m"]
+  epilogue = Epilogue(beta=-0.5, c_dtype="float16")
+  if m < 70:
+    epilogue = dataclasses.replace(epilogue, has_bias=True, activation="silu")
+  check(kernel, make_problem(*sizes, epilogue=epilogue), small_config(kernel, **config))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [101, 100, 7])
 def test_results_of_odd_widths(n):
   problem = make_problem(70, n, 64, epilogue=dataclasses.replace(FULL, c_dtype="float32"))
@@ -269,6 +287,9 @@ def test_gated_lowers_for_cuda(n):
         ("split_k", {}, dict(epilogue=GATED), "only persistent"),
         ("persistent", dict(promote=1), dict(epilogue=GATED), "promote=1"),
         ("persistent", dict(swap=True, tile_n=64), dict(epilogue=GATED), "swap=True"),
+        ("persistent", dict(swap=True, tile_n=64), dict(epilogue=SLOPES), "slopes"),
+        ("persistent", dict(swap=True, tile_n=64),
+         dict(epilogue=Epilogue(beta=1.0, c_dtype="float32")), "c of 16 bits"),
         ("persistent", {}, dict(epilogue=GATED, dtype="float32"), "16-bit"),
         ("persistent", dict(wg_dim="n", tile_n=256), dict(epilogue=GATED), "wg_dim='n'"),
         ("persistent", dict(tile_n=64), dict(epilogue=GATED), "multiple of 128"),
@@ -291,6 +312,10 @@ GPU_CASES = [
     ("split_k", dict(splits=4, cluster_k=4), FULL, (520, 517)),
     ("persistent", dict(swap=True, tile_n=64),
      Epilogue(has_bias=True, activation="gelu"), (520,)),
+    ("persistent", dict(swap=True, tile_n=16, consumers=1, tile_m=64, num_stages=8),
+     Epilogue(beta=0.5, c_dtype="bfloat16"), (520,)),
+    ("split_k", dict(swap=True, tile_n=72, splits=2, cluster_k=2),
+     Epilogue(beta=0.5, c_dtype="bfloat16", has_bias=True), (520,)),
     ("persistent", dict(tile_n=128), dataclasses.replace(FULL, gated=True), (520, 517)),
     ("persistent", dict(wg_dim="tile", tile_m=64), GATED, (520, 517)),
     ("persistent", dict(tile_n=256, cluster_m=2), GATED, (520, 517)),
