@@ -176,20 +176,19 @@ def forget_tables() -> None:
 def _rows(problem: Problem, device: Device) -> Iterator[tuple[str, table.Row]]:
   """The measured plans of a problem, each with its source; the one that counts first.
 
-  Those of a fused problem are of the product alone. XLA's does not count for it, nor a
-  kernel that does not fuse.
+  Those of a fused problem are of the product, with its c or without. XLA's does not count
+  for it, nor a kernel that does not fuse.
   """
+  measured = dict.fromkeys((problem.unfused, problem.alone))
   for source, lookup in (("user table", user_table.lookup), ("table", table.lookup)):
-    row = lookup(problem.unfused, device)
-    if row is None:
-      continue
-    if row.kernel == "xla":
-      if not problem.epilogue.is_fused:
-        yield source, row
-    # A row of the portable kernel is of no use once its packages are gone.
-    elif _why_not(row.kernel, device) is None:
-      if KERNELS[row.kernel].supports(problem, row.config) is None:
-        yield source, row
+    for row in filter(None, (lookup(one, device) for one in measured)):
+      if row.kernel == "xla":
+        if row.problem == problem:
+          yield source, row
+      # A row of the portable kernel is of no use once its packages are gone.
+      elif _why_not(row.kernel, device) is None:
+        if KERNELS[row.kernel].supports(problem, row.config) is None:
+          yield source, row
 
 
 def _named(

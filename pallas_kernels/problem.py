@@ -171,6 +171,14 @@ class Problem:
     )
     return dataclasses.replace(self, n=self.product_n, epilogue=epilogue)
 
+  @property
+  def alone(self) -> Problem:
+    """The product without alpha, beta and c as well."""
+    epilogue = dataclasses.replace(
+        self.unfused.epilogue, alpha=1.0, beta=0.0, c_dtype=None
+    )
+    return dataclasses.replace(self.unfused, epilogue=epilogue)
+
   # A plan asks for these hundreds of times.
 
   @functools.cached_property

@@ -128,11 +128,62 @@ def test_the_table_beats_the_heuristic(monkeypatch):
     assert chosen.source == "table"
     assert chosen.config == PersistentConfig(tile_m=128, tile_n=128)
     assert "170.0 us" in chosen.reason and "2026-11-20" in chosen.reason
-    other = dataclasses.replace(SQUARE, epilogue=Epilogue(alpha=2.0))
+    other = dataclasses.replace(SQUARE, rhs_layout="k-major")
     assert plan.make_plan(other, H200).source == "heuristic"
     assert plan.make_plan(SQUARE, H200, implementation="blocked").kernel == "blocked"
   finally:
     plan.make_plan.cache_clear()
+
+
+WITH_C = dataclasses.replace(SQUARE, epilogue=Epilogue(beta=2.0, c_dtype="bfloat16"))
+WITH_BIAS = dataclasses.replace(
+    SQUARE, epilogue=Epilogue(alpha=2.0, c_dtype="bfloat16", has_bias=True)
+)
+
+
+@pytest.mark.parametrize(
+    "m, n, k, batch, one_row",
+    [(5984, 312, 2816, 1, False), (5144, 40, 3704, 4, True)], ids=str,
+)
+def test_little_is_shared_only_where_all_ask_for_it(m, n, k, batch, one_row):
+  """By CTAs along n: the rows of a tile that is much wider than high."""
+  problem = kernel_cases.make_problem(m, n, k, "TT", batch=batch)
+  shared = [
+      c.config for c in heuristics.candidates(problem, H200)
+      if c.kernel == "persistent" and c.config.cluster_n > c.config.cluster_m == 1
+  ]
+  assert shared
+  wide = [c for c in shared if c.tile_m < 0.3 * (c.tile_m + c.tile_n)]
+  assert bool(wide) == one_row
+  assert all(c.swap for c in wide)
+
+
+@pytest.mark.parametrize("problem", [WITH_C, WITH_BIAS], ids=["c", "c and bias"])
+def test_rows_of_the_product_alone_serve_what_is_added(problem, monkeypatch):
+  """Rows with c come first; XLA's are of nothing but what was measured."""
+  small = dataclasses.asdict(PersistentConfig(tile_m=64, tile_n=64, consumers=1))
+  with_c = dict(m=4096, n=4096, k=4096) | dict(
+      epilogue=dataclasses.asdict(problem.unfused.epilogue)
+  )
+  for raw, source, tile_m in (
+      ([_row()], "table", 128),
+      ([_row(), _row(problem=with_c, config=small)], "table", 64),
+      ([_row(kernel="xla", config=None)], "heuristic", None),
+      ([_row(), _row(problem=with_c, kernel="xla", config=None)],
+       "table", None if problem is WITH_C else 128),
+  ):
+    rows = table.parse({"device": H200.kind, "rows": raw}, H200.kind)
+    monkeypatch.setattr(
+        table, "_load", lambda kind, rows=rows: {r.problem: r for r in rows}
+    )
+    plan.make_plan.cache_clear()
+    try:
+      chosen = plan.make_plan(problem, H200)
+    finally:
+      plan.make_plan.cache_clear()
+    assert chosen.source == source
+    if source == "table":
+      assert getattr(chosen.config, "tile_m", None) == tile_m
 
 
 def test_a_row_may_choose_xla():
