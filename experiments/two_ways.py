@@ -22,6 +22,8 @@ Run = Callable[[Values], jax.Array]
 PASSES = ("forward", "both")
 ERROR_FACTOR = 2.0  # Of ours over XLA's.
 _UNKNOWN_L2_BYTES = 64 << 20
+_PROFILED_CALLS = 5  # Of each way, kernel by kernel.
+_NAME_CHARS = 80  # Of a kernel.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +55,8 @@ class Row:
     time_us, spread_us, xla_time_us, xla_spread_us: medians, and half the distances of
       the quartiles, of all kernels of a call; None where nothing was timed.
     memory_bytes, xla_memory_bytes: that a call needs beside its operands and results.
+    kernels, xla_kernels: those of a call in their order, each with the median of the
+      time that it adds; empty where nothing was timed.
     provenance: where, with what, when and how it ran.
   """
 
@@ -67,6 +71,8 @@ class Row:
   memory_bytes: int
   xla_memory_bytes: int
   provenance: report.Provenance
+  kernels: tuple[tuple[str, float], ...] = ()
+  xla_kernels: tuple[tuple[str, float], ...] = ()
 
   @property
   def failed(self) -> bool:
@@ -139,9 +145,17 @@ def measure(
   sets = [(values,)] + [(case.draw(seed + i),) for i in range(1, num_sets)]
   times = timing.interleaved(programs, sets, repeats)
   ours, theirs = times["jaxgemm"], times["xla"]
+  kernels = {
+      which: tuple(
+          (name[:_NAME_CHARS], round(time_us, 3))
+          for name, time_us in timing.by_kernel(run, sets, _PROFILED_CALLS)
+      )
+      for which, run in programs.items()
+  }
   return dataclasses.replace(
       row, time_us=statistics.median(ours), spread_us=timing.spread(ours),
       xla_time_us=statistics.median(theirs), xla_spread_us=timing.spread(theirs),
+      kernels=kernels["jaxgemm"], xla_kernels=kernels["xla"],
   )
 
 

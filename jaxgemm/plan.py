@@ -81,7 +81,7 @@ def make_plan(
   if (reason := _why_none_runs(device)) is not None:
     return Plan("xla", None, "fallback", reason, problem)
   for source, row in _rows(problem, device):
-    return Plan(row.kernel, row.config, source, row.reason, problem)
+    return Plan(row.kernel, row.config, source, row.reason(problem), problem)
   for candidate in candidates(problem, device):
     return Plan(
         candidate.kernel, candidate.config, "heuristic", candidate.reason, problem
@@ -176,12 +176,11 @@ def forget_tables() -> None:
 def _rows(problem: Problem, device: Device) -> Iterator[tuple[str, table.Row]]:
   """The measured plans of a problem, each with its source; the one that counts first.
 
-  Those of a fused problem are of the product, with its c or without. XLA's does not count
-  for it, nor a kernel that does not fuse.
+  XLA's counts for nothing but what was measured, a kernel's if it serves the problem.
   """
-  measured = dict.fromkeys((problem.unfused, problem.alone))
+  alike = table.alike(problem)
   for source, lookup in (("user table", user_table.lookup), ("table", table.lookup)):
-    for row in filter(None, (lookup(one, device) for one in measured)):
+    for row in filter(None, (lookup(one, device) for one in alike)):
       if row.kernel == "xla":
         if row.problem == problem:
           yield source, row
@@ -212,7 +211,7 @@ def _named(
   if config is None:
     for _, row in _rows(problem, device):
       if row.kernel == name:
-        return Plan(name, row.config, "override", f"{why}; {row.reason}", problem)
+        return Plan(name, row.config, "override", f"{why}; {row.reason(problem)}", problem)
     of = triton_heuristics if name == triton.NAME else heuristics
     found = of.candidates(problem, device)
     for candidate in found:

@@ -9,8 +9,9 @@
                           "command": "..."}}]}
 
 `problem` holds the fields of a Problem and `config` those of the kernel's config;
-what is left out has the class's default. A row answers exactly its problem. Kernel
-"xla" records that no kernel of ours was faster; it has no config.
+what is left out has the class's default. A row of a kernel also answers problems that
+are `alike`. Kernel "xla" records that no kernel of ours was faster; it has no config,
+and answers exactly its problem.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from pallas_kernels.problem import Config, Epilogue, Problem
 
 EVIDENCE = ("time_us", "xla_time_us", "jax", "date", "command")
 FAILURES = "failures"  # More evidence: why no kernel could be measured.
+_ROWS = (1, 2, 4, 8, 16, 32, 64)  # Of lhs, that tables have: tokens to be decoded.
+_FEWEST = 16  # Columns of the narrowest tile of the transposed product.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,15 +43,32 @@ class Row:
   config: Config | None
   evidence: tuple[tuple[str, Any], ...]
 
-  @property
-  def reason(self) -> str:
+  def reason(self, problem: Problem) -> str:
+    """Why the row answers `problem`, in words."""
     evidence = dict(self.evidence)
     if FAILURES in evidence:
       return f"{evidence[FAILURES]} ({evidence['date']}, JAX {evidence['jax']})"
+    rows = self.problem.m
     return (
         f"measured {evidence['time_us']} us, XLA {evidence['xla_time_us']} us"
         f" ({evidence['date']}, JAX {evidence['jax']})"
+        f"{'' if rows == problem.m else f', with m={rows}'}"
     )
+
+
+def alike(problem: Problem) -> tuple[Problem, ...]:
+  """Problems whose measured kernels serve this one as well, the nearest first.
+
+  The product with its c, then alone. Few rows of lhs take as long as the next power of
+  two, or as any number that the narrowest tile holds: rhs takes the time. Of 13 products
+  of 5, 11, 24 and 48 rows such plans were 2.7% faster on an H200 than what the heuristics
+  chose, by geometric mean; 10% at best, 2% slower at worst.
+  """
+  more = [rows for rows in _ROWS if rows >= problem.m]
+  more = [rows for rows in more if rows <= _FEWEST] or more[:1]
+  found = [problem.unfused, problem.alone]
+  found += [dataclasses.replace(problem.alone, m=rows) for rows in more]
+  return tuple(dict.fromkeys(found))
 
 
 def lookup(problem: Problem, device: Device) -> Row | None:

@@ -165,25 +165,43 @@ def test_rows_of_the_product_alone_serve_what_is_added(problem, monkeypatch):
   with_c = dict(m=4096, n=4096, k=4096) | dict(
       epilogue=dataclasses.asdict(problem.unfused.epilogue)
   )
-  for raw, source, tile_m in (
+  for rows, source, tile_m in (
       ([_row()], "table", 128),
       ([_row(), _row(problem=with_c, config=small)], "table", 64),
       ([_row(kernel="xla", config=None)], "heuristic", None),
       ([_row(), _row(problem=with_c, kernel="xla", config=None)],
        "table", None if problem is WITH_C else 128),
   ):
-    rows = table.parse({"device": H200.kind, "rows": raw}, H200.kind)
-    monkeypatch.setattr(
-        table, "_load", lambda kind, rows=rows: {r.problem: r for r in rows}
-    )
-    plan.make_plan.cache_clear()
-    try:
-      chosen = plan.make_plan(problem, H200)
-    finally:
-      plan.make_plan.cache_clear()
+    chosen = _planned(problem, rows, monkeypatch)
     assert chosen.source == source
     if source == "table":
       assert getattr(chosen.config, "tile_m", None) == tile_m
+
+
+@pytest.mark.parametrize(
+    "m, rows, with_m",
+    [(5, (16, 32), 16), (5, (8, 16), 8), (1, (16,), 16), (16, (32,), None),
+     (17, (32, 64), 32), (17, (64,), None), (48, (64,), 64), (32, (64,), None),
+     (65, (128,), None)],
+    ids=str,
+)
+def test_rows_of_more_tokens_serve_fewer(m, rows, with_m, monkeypatch):
+  config = dataclasses.asdict(PersistentConfig(tile_m=64, tile_n=64, consumers=1))
+  raw = [_row(problem=dict(m=n, n=4096, k=4096), config=config) for n in rows]
+  chosen = _planned(Problem(m, 4096, 4096), raw, monkeypatch)
+  assert (chosen.source == "table") == (with_m is not None)
+  assert ", with m=" not in chosen.reason or chosen.reason.endswith(f"with m={with_m}")
+  assert (chosen.source == "table") == (", with m=" in chosen.reason)
+
+
+def _planned(problem, rows, monkeypatch):
+  rows = table.parse({"device": H200.kind, "rows": rows}, H200.kind)
+  monkeypatch.setattr(table, "_load", lambda kind: {r.problem: r for r in rows})
+  plan.make_plan.cache_clear()
+  try:
+    return plan.make_plan(problem, H200)
+  finally:
+    plan.make_plan.cache_clear()
 
 
 def test_a_row_may_choose_xla():

@@ -54,6 +54,26 @@ def test_time_beside_an_earlier_kernel_counts_once(gpu):
   assert times_us["late"] == pytest.approx([500.0] * 2)
 
 
+def test_by_kernel(gpu):
+  calls = []
+  sets = [(jnp.full(2, i),) for i in range(2)]
+  early = gpu.variant(("gemm", 0.5, 3.0), ("reduce", 0.25, 100.0), calls=calls)
+  found = timing.by_kernel(early, sets, 3)
+  assert [name for name, _ in found] == ["gemm", "reduce"]
+  assert sum(time_us for _, time_us in found) == pytest.approx(750.0)
+  assert [int(array[0]) for array in calls[-3:]] in ([0, 1, 0], [1, 0, 1])
+  calls.clear()
+  counts = itertools.cycle([1, 2])
+
+  def uneven(array):
+    for _ in range(next(counts)):
+      gpu.launch("gemm", 0.5)
+    return array
+
+  with pytest.raises(RuntimeError, match="3 calls launched as many kernels as"):
+    timing.by_kernel(uneven, sets, 3)
+
+
 def test_exposed_time_of_kernels_in_any_position():
   def exposed(*spans):
     ran = [profile.Kernel(1e3 * start, 1e3 * end, "x", "") for start, end in spans]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 import functools
 import itertools
 import random
+import statistics
 import time
 from typing import Any
 
@@ -126,7 +127,8 @@ def interleaved[Name: Hashable](
         raise RuntimeError(
             f"{calls[name]} calls of {name!r} launched {len(kernels)} kernels"
         )
-      yield name, [sum(call) for call in itertools.batched(kernels, per_call)]
+      times_us = [time_us for _, time_us in kernels]
+      yield name, [sum(call) for call in itertools.batched(times_us, per_call)]
 
   def burn_in() -> None:
     some = rounds[:1] if turn_s else rounds
@@ -150,6 +152,35 @@ def interleaved[Name: Hashable](
   return times_us
 
 
+def by_kernel(
+    function: Callable[..., Any], input_sets: Sequence[tuple[Any, ...]], repeats: int
+) -> list[tuple[str, float]]:
+  """Returns the kernels of a call in their order: names, and medians in microseconds.
+
+  Each call is timed as a turn of `interleaved`, with none between.
+
+  Raises:
+    RuntimeError: calls did not launch as many kernels as each other.
+  """
+  mark, sets = _make_mark(), itertools.cycle(input_sets)
+
+  def session() -> list[Any]:
+    results = [mark()]
+    for _ in range(repeats):
+      results = [function(*next(sets)), mark()]
+    return results
+
+  jax.block_until_ready(session())
+  calls = _between_marks(profile.kernels(session))
+  if len(calls) != repeats or len({len(call) for call in calls}) != 1:
+    counts = [len(call) for call in calls]
+    raise RuntimeError(f"{repeats} calls launched as many kernels as {counts}")
+  return [
+      (kernels[0][0], statistics.median(time_us for _, time_us in kernels))
+      for kernels in zip(*calls, strict=True)
+  ]
+
+
 _largest = jax.jit(jnp.max)
 _count_bits = jax.jit(jax.lax.population_count)  # As no product does.
 
@@ -171,12 +202,13 @@ def _mark_names() -> tuple[str, ...]:
   return names
 
 
-def _between_marks(ran: Sequence[profile.Kernel]) -> list[list[float]]:
-  """Returns what each kernel adds to the time, of each turn between two marks."""
+def _between_marks(ran: Sequence[profile.Kernel]) -> list[list[tuple[str, float]]]:
+  """Returns the kernels of each turn between two marks, and what each adds to the time.
+  """
   *first, last = _mark_names()
-  found: list[list[float]] = [[]]
+  found: list[list[tuple[str, float]]] = [[]]
   for kernel, time_us in zip(ran, profile.exposed_us(ran), strict=True):
-    found[-1].append(time_us)
+    found[-1].append((kernel.name, time_us))
     if kernel.name == last:
       del found[-1][len(found[-1]) - len(first) - 1 :]
       found.append([])
