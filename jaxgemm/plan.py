@@ -211,7 +211,8 @@ def _named(
   if config is None:
     for _, row in _rows(problem, device):
       if row.kernel == name:
-        return Plan(name, row.config, "override", f"{why}; {row.reason(problem)}", problem)
+        why = f"{why}; {row.reason(problem)}"
+        return Plan(name, row.config, "override", why, problem)
     of = triton_heuristics if name == triton.NAME else heuristics
     found = of.candidates(problem, device)
     for candidate in found:
