@@ -114,7 +114,7 @@ _MOST_TRUNCATED = 128
 _LEAST_TF32 = 16  # XLA multiplies smaller float32 operands without tensor cores.
 _BIG_TILE = 128 * 192  # From here on multicast has been seen to win.
 _WORTH_SHARING = 1.5  # Times the least estimate.
-_LEAST_SHARE = 0.3  # Of what a CTA loads.
+_LEAST_SHARE = 0.3  # Of what a CTA loads, that is worth sharing.
 
 
 def _configs(problem: Problem, device: Device) -> Iterator[tuple[str, Config]]:
