@@ -70,7 +70,7 @@ def stored() -> set[Problem]:
 
 
 def others(count: int) -> list[Problem]:
-  return [dataclasses.replace(SMALL, m=8 * i) for i in range(4, 4 + count)]
+  return [dataclasses.replace(SMALL, n=SMALL.n + 8 * i) for i in range(1, 1 + count)]
 
 
 def test_the_table_is_read_by_such_a_product(folder):
