@@ -61,8 +61,8 @@ def alike(problem: Problem) -> tuple[Problem, ...]:
 
   The product with its c, then alone. Few rows of lhs take as long as the next power of
   two, or as any number that the narrowest tile holds: rhs takes the time. Of 13 products
-  of 5, 11, 24 and 48 rows such plans took 2.8% less on an H200 than what the heuristics
-  chose, by geometric mean; 10% less at best, 2% more at worst.
+  (NN) of 5, 11, 24 and 48 rows such plans took 2.8% less on an H200 than what the
+  heuristics chose, by geometric mean; 10% less at best, 2% more at worst.
   """
   more = [rows for rows in _ROWS if rows >= problem.m]
   more = [rows for rows in more if rows <= _FEWEST] or more[:1]

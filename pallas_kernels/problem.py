@@ -161,7 +161,8 @@ class Problem:
 
   @property
   def unfused(self) -> Problem:
-    """The product alone: no bias, activation or further results; of both rhs as of one.
+    """The product and its c: no bias, activation or further results; of both rhs as of
+    one.
     """
     if not self.epilogue.is_fused:
       return self
@@ -173,11 +174,10 @@ class Problem:
 
   @property
   def alone(self) -> Problem:
-    """The product without alpha, beta and c as well."""
-    epilogue = dataclasses.replace(
-        self.unfused.epilogue, alpha=1.0, beta=0.0, c_dtype=None
-    )
-    return dataclasses.replace(self.unfused, epilogue=epilogue)
+    """The same without alpha, beta and c."""
+    product = self.unfused
+    epilogue = dataclasses.replace(product.epilogue, alpha=1.0, beta=0.0, c_dtype=None)
+    return dataclasses.replace(product, epilogue=epilogue)
 
   # A plan asks for these hundreds of times.
 

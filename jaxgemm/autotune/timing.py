@@ -203,8 +203,7 @@ def _mark_names() -> tuple[str, ...]:
 
 
 def _between_marks(ran: Sequence[profile.Kernel]) -> list[list[tuple[str, float]]]:
-  """Returns the kernels of each turn between two marks, and what each adds to the time.
-  """
+  """Returns the kernels of each turn between marks, and what each adds to the time."""
   *first, last = _mark_names()
   found: list[list[tuple[str, float]]] = [[]]
   for kernel, time_us in zip(ran, profile.exposed_us(ran), strict=True):
