@@ -34,6 +34,7 @@ from jax.sharding import PartitionSpec
 
 from jaxgemm.checkpoint_policies import name_product
 from jaxgemm.cotangents import Pass, cotangents
+from jaxgemm.gradients import gradients, serves
 from jaxgemm.lowering import epilogue, halves
 from jaxgemm.primitive import (
   as_sharded,
@@ -339,16 +340,21 @@ def _tangent_transpose(ct, *operands, tangent: Tangent):
     else:
       ct = gradient(ct, rhs_behind, aval, 0, tangent.behind)
   cts, totals = _cotangents(ct, tangent, entering)
-  product, grads = tangent.product.linear, []
-  if lhs_dot is not None:
-    parts = [
-        gradient(dz, rhs, lhs_dot.aval, 0, product)
-        for dz, rhs in zip(cts, factors, strict=True)
-    ]
-    grads.append(functools.reduce(ad.add_jaxvals, parts))
-  for dz, dot in zip(cts, dots, strict=False):
-    if dot is not None:
-      grads.append(gradient(dz, lhs, dot.aval, 1, product))
+  product, of_factors = tangent.product.linear, dots[: len(factors)]
+  moving = [lhs_dot, *of_factors]
+  if serves(lhs, factors, cts, [dot and dot.aval for dot in moving], product):
+    grads = gradients(lhs, factors, cts, product)
+  else:
+    grads = []
+    if lhs_dot is not None:
+      parts = [
+          gradient(dz, rhs, lhs_dot.aval, 0, product)
+          for dz, rhs in zip(cts, factors, strict=True)
+      ]
+      grads.append(functools.reduce(ad.add_jaxvals, parts))
+    for dz, dot in zip(cts, of_factors, strict=True):
+      if dot is not None:
+        grads.append(gradient(dz, lhs, dot.aval, 1, product))
   for total, dot in zip(totals, dots[len(factors) :], strict=False):
     if dot is not None:
       grads.append(lax.convert_element_type(total, dot.aval.dtype))

@@ -26,6 +26,7 @@ from jaxgemm.lowering import (
   epilogue,
   halves,
   lax_out_sharding,
+  local_plan,
   local_product,
   permuted,
   xla_product,
@@ -114,7 +115,7 @@ def _lower_xla(ctx, operands, product: Product, *, cuda: bool):
 
 def _lower_kernels(ctx, *operands, product: Product):
   """For CUDA (or emulated): the planned kernel, on each device's shards."""
-  num_devices, mesh, is_manual = compat.lowering_mesh(ctx)
+  num_devices, _, is_manual = compat.lowering_mesh(ctx)
   if not are_known(size for aval in ctx.avals_in for size in aval.shape):
     return _lower_xla(ctx, operands, product, cuda=True)
   if num_devices == 1:
@@ -123,7 +124,7 @@ def _lower_kernels(ctx, *operands, product: Product):
     function = functools.partial(local_product, product)
   elif product.implementation == "xla":  # Its partitioner knows its own product.
     return _lower_xla(ctx, operands, product, cuda=True)
-  elif mesh is not None and not is_manual and jax.config.jax_use_shardy_partitioner:
+  elif can_partition(ctx):
     if compat.is_exported(ctx):
       raise NotImplementedError(
           f"jax.export of a product that jit shares out over {num_devices} devices: XLA"
@@ -144,6 +145,13 @@ def _lower_kernels(ctx, *operands, product: Product):
       compat.constrain_result(ctx, result, aval)
       for result, aval in zip(results, ctx.avals_out, strict=True)
   ]
+
+
+def can_partition(ctx) -> bool:
+  """Whether a computation is for several devices, whose mesh names their shards."""
+  num_devices, mesh, is_manual = compat.lowering_mesh(ctx)
+  named = mesh is not None and not is_manual and jax.config.jax_use_shardy_partitioner
+  return num_devices > 1 and named
 
 
 def _partitioned(product: Product, *operands):
@@ -215,8 +223,11 @@ def _transpose(ct, lhs, rhs, *c, product: Product):
   return grads
 
 
-def gradient(ct, other, aval, index: int, product: Product):
-  """The gradient of operand `index`, of type `aval`, a product of ct and the other."""
+def gradient(ct, other, aval, index: int, product: Product, plus=None):
+  """The gradient of operand `index`, of type `aval`, a product of ct and the other.
+
+  `plus` is what it is added to, of its type, where shapes are known and on one device.
+  """
   dims = product.dims
   grad_dims, ct_is_rhs = dims.rhs_gradient() if index else dims.lhs_gradient()
   stored = dims.rhs if index else dims.lhs
@@ -229,7 +240,7 @@ def gradient(ct, other, aval, index: int, product: Product):
     product = product.replace(batch_invariant=False)
   out = _any_product(
       operands, grad_dims, "float32" if sums_batch else aval.dtype.name, out_sharding,
-      product,
+      product, plus,
   )
   if sums_batch:
     out = lax.reduce_sum(out, axes=tuple(range(dims.b)))
@@ -237,7 +248,9 @@ def gradient(ct, other, aval, index: int, product: Product):
   return out
 
 
-def _any_product(operands, dims: Dims, out_dtype: str, out_sharding, product: Product):
+def _any_product(
+    operands, dims: Dims, out_dtype: str, out_sharding, product: Product, plus
+):
   """A product of operands whose dtypes may differ: a gradient often has such.
 
   XLA would convert both to the wider dtype and multiply at the user's precision;
@@ -264,12 +277,18 @@ def _any_product(operands, dims: Dims, out_dtype: str, out_sharding, product: Pr
       )
     xla = Product(dims, out_dtype, "xla", precision, product.alpha)
     xla = xla.replace(out_sharding=out_sharding)
-    return xla_product(xla, *operands, cuda=True)
+    out = xla_product(xla, *operands, cuda=True)
+    return out if plus is None else ad.add_jaxvals(plus, out)
   found = product.replace(
       dims=dims, out_dtype=out_dtype, algorithm=algorithm, config=None,
       must_serve=False, beta=0.0, out_sharding=out_sharding,
   )
-  return gemm_p.bind(*operands, product=found)
+  if plus is None:
+    return gemm_p.bind(*operands, product=found)
+  adding = found.replace(beta=1.0)
+  if local_plan(adding, *operands, plus).kernel == "xla":  # Which would add in float32.
+    return ad.add_jaxvals(plus, gemm_p.bind(*operands, product=found))
+  return gemm_p.bind(*operands, plus, product=adding)
 
 
 def explicit(sharding):

@@ -186,3 +186,24 @@ class Product:
     return tuple(
         math.prod(parts.get(group, ())) for group in "b" + groups.removeprefix("b")
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Gradients:
+  """The parameters of gradients_p: of lhs and of each rhs of `count` products
+
+    alpha * lhs @ rhs_i
+
+  The operands are lhs, each rhs, and the cotangent of each product. All have one dtype,
+  as have the results, and no dimension is of the batch.
+
+  Attributes:
+    product: alpha * lhs @ rhs, for each rhs.
+    count: rhs.
+  """
+
+  product: Product
+  count: int
+
+  def replace(self, **changes) -> Gradients:
+    return dataclasses.replace(self, **changes)

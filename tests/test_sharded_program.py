@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 import dataclasses
 import json
 import pathlib
@@ -36,7 +37,9 @@ def check(rows, num_devices, modes=("tensor", "data")):
       f"llama {mode} {num_devices}" for mode in modes
   ]
   for row in rows:
-    assert row["collectives"] == row["xla_collectives"] != {}
+    # XLA on a CPU does not sum up what it adds before it does.
+    assert Counter(row["collectives"]) <= Counter(row["xla_collectives"])
+    assert row["collectives"]
     assert not any("all-gather" in name for name in row["collectives"])
     assert row["step_us"] is None and 0 < row["difference"] < 0.02
     assert row["loss"] == pytest.approx(row["xla_loss"], rel=1e-3)
@@ -96,7 +99,8 @@ def test_what_fails():
   for fields, what in (
       (dict(loss=1.1), "losses"), (dict(loss=float("nan")), "losses"),
       (dict(difference=0.1), "10.0%"), (dict(difference=float("nan")), "gradient"),
-      (dict(collectives={}), "collectives"),
+      (dict(collectives={"all-gather 4": 1}), "all-gather"),
+      (dict(collectives={"all-reduce 4": 2}), "more collectives"),
   ):
     (found,) = dataclasses.replace(row, **fields).failures
     assert what in found

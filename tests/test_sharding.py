@@ -19,7 +19,7 @@ import pytest
 from experiments.collectives import collectives
 import jaxgemm
 from jaxgemm import reference
-from jaxgemm.partitioning import ShardedArray, choose_layout
+from jaxgemm.layouts import ShardedArray, choose_layout
 from pallas_kernels.problem import BlockedConfig
 from tests.product_cases import normal, products
 
@@ -199,9 +199,10 @@ def test_only_an_even_k_is_cut(k, shards):
   lhs = ShardedArray({"m0": 8, "k0": k}, {"k0": ("x",)}, 2)
   rhs = ShardedArray({"k0": k, "n0": 8}, {"k0": ("x",)}, 2)
   out = ShardedArray({"m0": 8, "n0": 8}, {}, 2)
-  layout = choose_layout([lhs, rhs], out, {"x": 4})
+  layout = choose_layout([lhs, rhs], [out], {"x": 4})
+  (reduction,) = layout.reductions
   assert layout.parts == shards
-  assert layout.summed == tuple(axis for axes in shards.values() for axis in axes)
+  assert reduction.summed == tuple(axis for axes in shards.values() for axis in axes)
 
 
 def test_layouts_gather_nothing_without_a_conflict(rng):
@@ -218,14 +219,15 @@ def test_layouts_gather_nothing_without_a_conflict(rng):
           parts[str(name)] = (axes.pop(rng.integers(len(axes))),)
       arrays.append(ShardedArray({n: sizes[n] for n in array_names}, parts, 2))
     lhs, rhs, out = arrays
-    layout = choose_layout([lhs, rhs], out, mesh_shape)
+    layout = choose_layout([lhs, rhs], [out], mesh_shape)
+    (reduction,) = layout.reductions
     used = [axis for axes in layout.parts.values() for axis in axes]
     assert len(used) == len(set(used))
     for axis in mesh_shape:
       cut = {n for x in (lhs, rhs) for n, axes in x.parts.items() if axis in axes}
       if len(cut) == 1:
         assert axis in layout.parts[cut.pop()]
-    reduced = {*layout.summed, *sum(layout.scattered.values(), ())}
+    reduced = {*reduction.summed, *sum(reduction.scattered.values(), ())}
     assert reduced == set(layout.parts.get("k0", ()))
 
 
