@@ -17,6 +17,7 @@ class Model:
   roles: float = 0.574  # Of a kernel with a producer: to part the registers.
   team: float = 0.571  # Of each consumer but the first, to get going.
   cluster: float = 0.0757  # Of each CTA of a cluster, to be launched together.
+  launch: float = 0.4  # Of as many CTAs as SMs, where they come and go.
   latency: float = 0.868  # From asking for a tile to having it.
   wait: float = 0.67  # The same, while all SMs ask, beside what its bytes take.
   descriptors: float = 0.454  # Until TMA has fetched them, and of its last store.
@@ -32,10 +33,15 @@ class Model:
   hot: float = 0.143  # A k tile of an operand that all CTAs ask for at once.
   reread: float = 0.221  # Share of an operand that each second tile fetches anew.
   load_rate: float = 24.8e3  # Memory to shared memory through registers, shifted.
-  direct_rate: float = 37.9e3  # The same, where rows are aligned to 16 bytes.
-  direct_cluster: float = 0.43  # Of direct's clusters: to be launched, and to exchange.
-  direct_cta: float = 0.032  # The same, of each CTA.
-  direct_sums: float = 16.7e3  # What they exchange.
+  aligned_rate: float = 37.9e3  # The same, where rows are aligned to 16 bytes.
+  direct_latency: float = 1.29  # As `latency`, of direct: from its launch to its sums.
+  direct_load: float = 29.5e3  # As `load_rate`, of direct, whose CTAs share an SM,
+  direct_aligned: float = 42.8e3  # as `aligned_rate`,
+  direct_masked: float = 126e3  # as `masked_rate`,
+  direct_odd: float = 49.8e3  # and as `odd_rate`.
+  direct_cluster: float = 0.36  # Of direct's clusters: to be launched, and to exchange.
+  direct_cta: float = 0.0192  # The same, of each CTA.
+  direct_sums: float = 22.6e3  # What they exchange.
   round: float = 0.0974  # Of direct's loads that wait for the ones before.
   store_rate: float = 33.9e3  # Registers of a warpgroup to memory.
   masked_rate: float = 48.7e3  # The same, not by TMA,

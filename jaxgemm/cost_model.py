@@ -27,7 +27,15 @@ from jaxgemm.cost_constants import MODEL, Model
 from jaxgemm.device import Device
 from jaxgemm.operand_passes import Pass, warpgroup_tile
 from jaxgemm.work import Work
-from pallas_kernels import KERNELS, blocked, direct, gemv, operand_tiles, tiles
+from pallas_kernels import (
+  KERNELS,
+  blocked,
+  direct,
+  gemv,
+  operand_tiles,
+  pipelined,
+  tiles,
+)
 from pallas_kernels.problem import Config, GemvConfig, Problem
 
 
@@ -115,11 +123,11 @@ def _gemv(
 
 def _start(work: Work, model: Model) -> float:
   """Time before the first k tile is there, and what the launch adds to that."""
-  time = model.latency
   if work.kernel == direct.NAME:
+    time = model.direct_latency
     time += model.round * (direct.num_rounds(work.problem, work.config) - 1)
   else:
-    time += model.descriptors
+    time = model.latency + model.descriptors
   if work.has_roles:
     time += model.roles + model.team * (work.config.consumers - 1)
   if work.cluster > 1 and work.has_roles:
@@ -173,7 +181,10 @@ def _busy(work: Work, device: Device, model: Model) -> float:
     return tile + (work.per_sm - 1) * again
   resident = 1 if work.has_roles else _resident(problem, work.kernel, config)
   rounds, rest = divmod(work.per_sm, resident)
-  return rounds * busy_with(resident) + (busy_with(rest) if rest else 0.0)
+  busy = rounds * busy_with(resident) + (busy_with(rest) if rest else 0.0)
+  if work.kernel == pipelined.NAME:
+    busy += model.launch * work.num_tiles / device.num_sms
+  return busy
 
 
 def _matrix(work: Work, device: Device, model: Model) -> float:
@@ -199,9 +210,10 @@ def _store(work: Work, model: Model) -> float:
   config, fused = work.config, work.problem.epilogue
   wg_m, wg_n = warpgroup_tile(config)
   out_bytes = 4 if work.sums > 1 else work.problem.out_itemsize
-  rate = model.store_rate
-  if work.masked:
-    rate = model.odd_rate if work.row_bytes % 16 else model.masked_rate
+  rates = model.masked_rate, model.odd_rate
+  if work.kernel == direct.NAME:
+    rates = model.direct_masked, model.direct_odd
+  rate = rates[work.row_bytes % 16 > 0] if work.masked else model.store_rate
   store = wg_m * wg_n * out_bytes / (rate * work.num_shares * (1 + fused.gated))
   if work.stored_within:
     store *= model.half_sectors

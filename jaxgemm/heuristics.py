@@ -100,6 +100,7 @@ def _estimated(
 
 _Shape = tuple[int, int, int, str, bool]  # One of tile_shapes, and `swap`.
 _DIRECT_SPLITS = (2, 3, 4, 6, 8)  # CTAs of a cluster that share k.
+_MOST_DIRECT = 6  # k tiles of all CTAs of an SM, one after the other.
 _MOST_SHARED = 7  # k tiles that each of them shifts; eight took up to half longer.
 _MOST_SHIFTED = 4  # k tiles that direct shifts; with six it took up to 6 times as long.
 _SPLITS_K = 1 << 19  # Elements of a result: of fewer, cuBLAS splits k.
@@ -176,7 +177,8 @@ def _direct_configs(
       continue
     # Of a block of rhs a half or more, or all that there is.
     needed = 2 * tile_n >= tiles.rhs_block(problem) or tile_n >= problem.n
-    if k_steps <= most and needed and num_tiles <= 8 * device.num_sms:
+    few = num_tiles * k_steps <= _MOST_DIRECT * device.num_sms
+    if k_steps <= most and needed and few:
       yield "direct", DirectConfig(tile_m, tile_n, tile_k, promotion(problem, k_steps))
     if (tile_m, tile_n) in tile_shapes.DIRECT_SPLIT:
       for splits in _DIRECT_SPLITS:

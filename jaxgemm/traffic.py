@@ -16,7 +16,7 @@ from jaxgemm.cost_constants import Model
 from jaxgemm.device import Device
 from jaxgemm.operand_passes import misaligned
 from jaxgemm.work import Work
-from pallas_kernels import operand_tiles, tiles
+from pallas_kernels import direct, operand_tiles, tiles
 from pallas_kernels.problem import Problem
 
 
@@ -69,10 +69,12 @@ def supply(work: Work, model: Model) -> float:
   by_tma = max(asked, model.multicast * received) / model.l2_rate
   if work.loaded:
     valid = {"lhs": min(rows, problem.m), "rhs": min(cols, problem.n)}
+    rates = model.aligned_rate, model.load_rate
+    if work.kernel == direct.NAME:
+      rates = model.direct_aligned, model.direct_load
     shifted = misaligned(problem, 16)
     by_loads = sum(
-        valid[operand] / (model.load_rate if operand in shifted else model.direct_rate)
-        for operand in work.loaded
+        valid[operand] / rates[operand in shifted] for operand in work.loaded
     )
     return tiles.SWIZZLE_BYTES * max(by_tma, by_loads)
   # The lines of the only tile along m, or n, are asked for by all clusters at once.

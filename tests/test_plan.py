@@ -258,7 +258,8 @@ def test_multicast_is_weighed_where_rows_are_slow_to_fetch():
         (7488, 2344, 16, True, True),  # Crooked rows of the result, and little else.
         (3744, 3304, 16, True, True),
         (1064, 4240, 16, True, True),
-        (477, 1337, 13, True, True),  # Odd rows of the result, stored 2 bytes a thread.
+        (3336, 6432, 8, True, True),  # A result of 43 MB, and little else.
+        (477, 1337, 13, True, False),
         (4096, 4096, 64, True, False),
         (2047, 2049, 511, True, False),
         (333, 777, 22223, True, False),

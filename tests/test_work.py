@@ -11,7 +11,13 @@ from jaxgemm.cost_constants import MODEL
 from jaxgemm.device import known_device
 from jaxgemm.work import Work
 from pallas_kernels import specialised, split_k
-from pallas_kernels.problem import PersistentConfig, Problem, SplitKConfig
+from pallas_kernels.problem import (
+  DirectConfig,
+  PersistentConfig,
+  PipelinedConfig,
+  Problem,
+  SplitKConfig,
+)
 from tests.kernel_cases import LAYOUTS
 
 H200 = known_device("NVIDIA H200")
@@ -88,7 +94,8 @@ def test_rows_of_tiles_that_begin_within_sectors(fields, within):
 def test_such_rows_take_longer():
   """256x184 took 17.2 us there, tiles of 192 columns 12.4."""
   problem = Problem(4304, 4080, 32, lhs_layout="m-major", rhs_layout="k-major")
-  best = heuristics.candidates(problem, H200)[0].config
+  listed = heuristics.candidates(problem, H200)
+  best = next(c.config for c in listed if c.kernel == "persistent")
   assert best.swap or best.tile_n % 16 == 0
 
 
@@ -108,3 +115,51 @@ def test_runs_want_room(stages, runs):
   assert specialised.stores_runs(problem, config) == runs
   found = Work(problem, "persistent", config, H200)
   assert (found.runs, found.masked) == (runs, not runs)
+
+
+# -- direct and pipelined: what they cost where inputs are in no cache ----------------
+
+
+def _estimate(problem, kernel, config):
+  return cost_model.estimate(problem, kernel, config, H200).time_us
+
+
+@pytest.mark.parametrize(
+    ("size", "layouts", "tile", "measured"),
+    [
+        ((16, 392, 8), "NT", (64, 16), 1.50),
+        ((544, 32, 48), "NT", (64, 32), 1.70),
+        ((848, 3440, 16), "TN", (64, 64), 3.81),
+        ((6843, 233, 17), "NT", (64, 64), 3.86),
+        ((955, 4003, 29), "TT", (64, 64), 6.98),
+        ((6698, 517, 93), "TT", (64, 64), 10.1),
+    ],
+    ids=str,
+)
+def test_direct_as_measured(size, layouts, tile, measured):
+  """One tile an SM, many, odd rows of the result, two k tiles: within a fifth."""
+  found = _estimate(Problem(*size, **LAYOUTS[layouts]), "direct", DirectConfig(*tile))
+  assert found == pytest.approx(measured, rel=0.2)
+
+
+def test_ctas_of_pipelined_are_launched_one_after_the_other():
+  """4464x136x24 NN: 3.26 us by 210 CTAs of 64x64, where 2.4 had been expected."""
+  problem, config = Problem(4464, 136, 24), PipelinedConfig(64, 64, 64, 6)
+  assert _estimate(problem, "pipelined", config) > 2.7
+  # Where memory bounds, that is hidden.
+  problem = Problem(1, 128, 4096, batch=256)
+  config = PipelinedConfig(64, 128, 64, 4)
+  free = dataclasses.replace(MODEL, launch=0.0)
+  without = cost_model.estimate(problem, "pipelined", config, H200, free).time_us
+  assert _estimate(problem, "pipelined", config) < 1.005 * without
+
+
+def test_direct_is_for_few_k_tiles_an_sm():
+  """512 x 197x64x197 TN took it 35 us, others 24."""
+
+  def kernels(batch):
+    problem = Problem(197, 64, 197, batch=batch, lhs_layout="m-major")
+    return {c.kernel for c in heuristics.candidates(problem, H200)}
+
+  assert "direct" not in kernels(512) and "persistent" in kernels(512)
+  assert "direct" in kernels(16)
