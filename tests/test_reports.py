@@ -126,8 +126,8 @@ def test_speeds_by_class(rows):
 def test_the_limit_is_the_floor_and_a_start(rows):
   """The shortest kernel there is is a start; nothing need be slower than XLA."""
   found = summary.speeds(summary.chosen(rows))
-  floor = report.floor_us(Problem(16, 8192, 8192), H200)
-  other = report.floor_us(Problem(32, 8192, 8192), H200)
+  floor = report.floor_us(Problem(16, 8192, 8192), H200) / summary.CEILING
+  other = report.floor_us(Problem(32, 8192, 8192), H200) / summary.CEILING
   start = summary.SHORTEST_US
   assert found["skinny"].limit == pytest.approx(
       (100 / (floor + start) * 100 / (other + start)) ** 0.5
