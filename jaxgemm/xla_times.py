@@ -131,7 +131,7 @@ def _sixteen_bits(
     if not few or not 1024 <= problem.k <= 16384 or problem.k % 256:
       return None
     return 1.1 * (2.2 + 0.45 * math.log2(problem.k / 1024)), "few results of a long k"
-  time = 1.1 * (3.6 + max(0.002 * problem.k, busy / 0.12, memory / 0.5))
+  time = 1.1 * (3.6 + max(0.004 * problem.k, busy / 0.12, memory / 0.5))
   if min(problem.m, problem.n) == 1:
     time = min(time, 1.2 * _down_columns(problem, memory))
   return time, _NO_PASS
