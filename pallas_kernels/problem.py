@@ -120,6 +120,7 @@ class Epilogue:
       parts.append(f"slope of {name}" if self.slopes else name)
     parts += ["saved"] if self.saves else []
     parts += ["gated"] if self.gated or self.slopes == 2 else []
+    parts += ["c"] if self.beta else []
     return "".join(f" + {part}" for part in parts)
 
 

@@ -398,6 +398,14 @@ def test_explain_tells_of_all_products_of_a_function(capsys):
   assert all(one.reason in printed for one in found)
 
 
+def test_explain_tells_of_c(capsys):
+  with jaxgemm.target("NVIDIA H200"):
+    jaxgemm.explain(
+        lambda a, b, c: jaxgemm.gemm(a, b, c, beta=1.0), *[_shape(512, 512)] * 3
+    )
+  assert "512x512x512 NN bfloat16->bfloat16 + c: " in capsys.readouterr().out
+
+
 def test_explain_without_a_device_plans_nothing(capsys):
   assert jaxgemm.explain(jaxgemm.matmul, _shape(8, 8), _shape(8, 8)) == []
   assert "matmul: 0 of 0" in capsys.readouterr().out
