@@ -101,6 +101,7 @@ def test_emulated(dtype, bound, rng):
     assert reference.relative_error(ours[name], theirs[name]) < bound, name
 
 
+@pytest.mark.slow
 def test_derivatives_of_gradients(rng):
   values = operands(rng, m=(3,), k=5, n=4)
   run = functools.partial(gated, precision="highest")

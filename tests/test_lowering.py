@@ -38,11 +38,15 @@ SIZES = [
 ]
 
 
+SHARES = 3  # Of candidates to lower: one in `make test`.
+
+
 def own_candidates(problem) -> list[heuristics.Candidate]:
   return [c for c in heuristics.candidates(problem, H200) if c.kernel != "xla"]
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("share", kernel_cases.mostly_more(range(SHARES)))
 @pytest.mark.parametrize(
     ("layouts", "dtype"),
     # Each operand in both of its layouts; float32 ones reach the kernels k-major.
@@ -50,7 +54,7 @@ def own_candidates(problem) -> list[heuristics.Candidate]:
         [("TT", "bfloat16"), ("NN", "float32"), ("NN", "bfloat16")]
     ),
 )
-def test_every_candidate_lowers(layouts, dtype):
+def test_every_candidate_lowers(layouts, dtype, share):
   """Each tile and each way to work on one that the heuristics weigh for any size."""
   seen, first = set(), []
   for size in SIZES:
@@ -66,7 +70,7 @@ def test_every_candidate_lowers(layouts, dtype):
         first.append((problem, candidate))
         seen |= kinds
   assert len(first) > 20
-  for problem, candidate in first:
+  for problem, candidate in first[share::SHARES]:
     text = lowered(candidate.kernel, problem, candidate.config)
     assert f"jaxgemm_{candidate.kernel}" in text
 
