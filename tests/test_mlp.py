@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 import functools
 
 import jax
@@ -201,7 +202,9 @@ def test_shards(names, rng):
       compiled = step.lower(values).compile()
     found[run] = compiled(values), collectives(compiled.as_text())
   (ours, had), (theirs, needed) = found.values()
-  assert had <= needed
+  if "gate" in names:  # The sums of two products, of which XLA on a CPU makes two.
+    needed -= Counter({("all-reduce", (2, 40, 64)): 1})
+  assert had == needed
   for name in names:
     assert reference.relative_error(ours[name], theirs[name]) < 1e-5, name
 

@@ -37,9 +37,10 @@ def check(rows, num_devices, modes=("tensor", "data")):
       f"llama {mode} {num_devices}" for mode in modes
   ]
   for row in rows:
-    # XLA on a CPU does not sum up what it adds before it does.
-    assert Counter(row["collectives"]) <= Counter(row["xla_collectives"])
-    assert row["collectives"]
+    needed = Counter(row["xla_collectives"])
+    if "tensor" in row["name"]:  # The sums of two products: XLA on a CPU makes two.
+      needed -= Counter({"all-reduce f32 4x8x64": 1})
+    assert Counter(row["collectives"]) == needed
     assert not any("all-gather" in name for name in row["collectives"])
     assert row["step_us"] is None and 0 < row["difference"] < 0.02
     assert row["loss"] == pytest.approx(row["xla_loss"], rel=1e-3)
