@@ -137,7 +137,7 @@ def _configs(problem: Problem, device: Device) -> Iterator[tuple[str, Config]]:
   if problem.itemsize == 2:
     yield from _direct_configs(problem, device)
   usual = *tile_shapes.COOPERATIVE, *tile_shapes.PING_PONG, *tile_shapes.fitted(problem)
-  swapped = tuple(tile_shapes.swapped(problem))
+  swapped = *tile_shapes.TURNED, *tile_shapes.swapped(problem)
   for product, swap, shapes in (
       (problem, False, usual), (problem.transposed, True, swapped)
   ):

@@ -451,6 +451,12 @@ def test_tiles_that_fill_the_sms_once():
   assert (best.tile_m, best.tile_n, best.swap) == (128, 200, True)
 
 
+def test_large_crooked_products_change_their_operands_about():
+  """160 columns are no whole blocks of an n-major rhs, of which 256 rows are."""
+  best = heuristics.candidates(Problem(4611, 6992, 2080, batch=5), H200)[0].config
+  assert (best.tile_m, best.tile_n, best.swap) == (256, 160, True)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
     "epilogue",
