@@ -20,8 +20,8 @@ COOPERATIVE: tuple[Shape, ...] = (
     (192, 192, 3, "m"), (192, 128, 3, "m"), (256, 160, 2, "m"),
 )
 # Of large results, as weighed for the transposed product, too: an n-major rhs comes in
-# blocks of columns, of which 160 are no multiple, and 256 are. Where rows are crooked, these
-# ask for less than 128x256 do. Source: the tile of cuBLAS's kernel for 5x4611x6992x2080.
+# blocks of columns, of which 160 are no multiple, and 256 are. Where rows are crooked,
+# these ask for less than 128x256 do. Source: cuBLAS's tile for 5x4611x6992x2080.
 TURNED: tuple[Shape, ...] = ((256, 160, 2, "m"),)
 # Of consumers that take tiles in turn.
 PING_PONG: tuple[Shape, ...] = (
