@@ -136,8 +136,12 @@ def _configs(problem: Problem, device: Device) -> Iterator[tuple[str, Config]]:
       yield "pipelined", PipelinedConfig(tile_m, tile_n, tile_k, num_stages, promote)
   if problem.itemsize == 2:
     yield from _direct_configs(problem, device)
-  usual = *tile_shapes.COOPERATIVE, *tile_shapes.PING_PONG, *tile_shapes.fitted(problem)
-  swapped = *tile_shapes.TURNED, *tile_shapes.swapped(problem)
+  crooked = tile_shapes.CROOKED if misaligned(problem, tiles.SWIZZLE_BYTES) else ()
+  usual = (
+      *tile_shapes.COOPERATIVE, *tile_shapes.PING_PONG, *crooked,
+      *tile_shapes.fitted(problem),
+  )
+  swapped = *crooked, *tile_shapes.swapped(problem)
   for product, swap, shapes in (
       (problem, False, usual), (problem.transposed, True, swapped)
   ):
