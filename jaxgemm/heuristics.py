@@ -136,12 +136,12 @@ def _configs(problem: Problem, device: Device) -> Iterator[tuple[str, Config]]:
       yield "pipelined", PipelinedConfig(tile_m, tile_n, tile_k, num_stages, promote)
   if problem.itemsize == 2:
     yield from _direct_configs(problem, device)
-  crooked = tile_shapes.CROOKED if misaligned(problem, tiles.SWIZZLE_BYTES) else ()
-  usual = (
+  crooked = tile_shapes.crooked(problem)
+  usual = dict.fromkeys((  # Each once.
       *tile_shapes.COOPERATIVE, *tile_shapes.PING_PONG, *crooked,
       *tile_shapes.fitted(problem),
-  )
-  swapped = *crooked, *tile_shapes.swapped(problem)
+  ))
+  swapped = dict.fromkeys((*crooked, *tile_shapes.swapped(problem)))
   for product, swap, shapes in (
       (problem, False, usual), (problem.transposed, True, swapped)
   ):

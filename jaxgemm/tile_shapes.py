@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from jaxgemm.device import Device
+from jaxgemm.operand_passes import misaligned
 from pallas_kernels import lhs_registers, specialised, tiles
 from pallas_kernels.problem import Problem
 
@@ -19,11 +20,6 @@ COOPERATIVE: tuple[Shape, ...] = (
     (128, 384, 2, "m"), (128, 320, 2, "m"), (64, 384, 1, "m"), (64, 320, 1, "m"),
     (192, 192, 3, "m"), (192, 128, 3, "m"),
 )
-# Where rows of an operand are crooked, for the problem and for the transposed one: these
-# ask for less than 128x256 do, and 160 columns are no whole blocks of an n-major rhs, of
-# which 256 are. Of 16 aligned products one is 1.3% faster, others up to 61% slower.
-# Source: the tile of cuBLAS's kernel for 5x4611x6992x2080.
-CROOKED: tuple[Shape, ...] = ((256, 160, 2, "m"),)
 # Of consumers that take tiles in turn.
 PING_PONG: tuple[Shape, ...] = (
     (128, 192, 2, "tile"), (192, 128, 2, "tile"), (128, 128, 2, "tile"),
@@ -56,6 +52,20 @@ def fitted(problem: Problem) -> Iterator[Shape]:
     if cols % 64 and cols > 32:
       for rows, consumers in _OTHER_SIDES:
         yield rows, cols, consumers, "m"
+
+
+def crooked(problem: Problem) -> tuple[Shape, ...]:
+  """Tiles that ask for less than 128x256 do, where rows begin within lines of 128 bytes.
+
+  For the transposed problem, too: 160 columns are no whole blocks of an n-major rhs, of
+  which 256 are. Of 16 products of whole lines (H200) one is 1.3% faster, the others up to
+  61% slower; of other than 16 bits none has been measured.
+
+  Source: the tile of cuBLAS's kernel for 5x4611x6992x2080, as its name tells.
+  """
+  if problem.itemsize != 2 or not misaligned(problem, tiles.SWIZZLE_BYTES):
+    return ()
+  return ((256, 160, 2, "m"),)
 
 
 def swapped(problem: Problem) -> Iterator[Shape]:

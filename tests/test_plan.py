@@ -457,6 +457,20 @@ def test_large_crooked_products_change_their_operands_about():
   assert (best.tile_m, best.tile_n, best.swap) == (256, 160, True)
 
 
+@pytest.mark.parametrize(
+    "sizes, dtype", [((4608, 6976, 2048), "bfloat16"), ((4611, 6992, 2084), "float32")]
+)
+def test_tiles_for_crooked_rows_are_for_no_others(sizes, dtype):
+  assert not tile_shapes.crooked(kernel_cases.make_problem(*sizes, dtype=dtype))
+
+
+def test_no_candidate_is_listed_twice():
+  """Tiles of 256x160 are of equal parts of 320 columns, and for crooked rows, too."""
+  listed = heuristics.candidates(Problem(8200, 320, 1000), H200)
+  configs = [(each.kernel, each.config) for each in listed]
+  assert len(configs) == len(set(configs))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
     "epilogue",
