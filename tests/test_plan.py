@@ -466,7 +466,7 @@ def test_tiles_for_crooked_rows_are_for_no_others(sizes, dtype):
 
 def test_no_candidate_is_listed_twice():
   """Tiles of 256x160 are of equal parts of 320 columns, and for crooked rows, too."""
-  listed = heuristics.candidates(Problem(8200, 320, 1000), H200)
+  listed = heuristics.candidates(kernel_cases.make_problem(8200, 320, 1000, "NT"), H200)
   configs = [(each.kernel, each.config) for each in listed]
   assert len(configs) == len(set(configs))
 
