@@ -178,7 +178,7 @@ def _group(rows: Sequence[dict[str, Any]]) -> Group:
   device = known_device(first["device"])
   xla_estimate = xla_estimate_us(problem, device)
   # The list, and what a kernel supports, may have changed since the sweep.
-  listed = {(c.kernel, c.config) for c in heuristics.candidates(problem, device)}
+  listed = {_numbers(c.kernel, c.config) for c in heuristics.candidates(problem, device)}
   measured, xla_us = [], None
   for row in rows:
     kernel, time_us = row["implementation"], row["time_us"]
@@ -191,11 +191,19 @@ def _group(rows: Sequence[dict[str, Any]]) -> Group:
       config = KERNELS[kernel].Config(**row["config"])
       usable = KERNELS[kernel].supports(problem, config) is None
     if usable:
-      measured.append(Measured(kernel, config, time_us, (kernel, config) in listed))
+      known = _numbers(kernel, config) in listed
+      measured.append(Measured(kernel, config, time_us, known))
   return Group(
       first["name"], problem, device, first.get("sustained", False), tuple(measured),
       xla_us, xla_estimate,
   )
+
+
+def _numbers(kernel: str, config: Config | None) -> tuple[str, Config | None]:
+  """The kernel and what it may be told, but for slots, which follow from the problem."""
+  if hasattr(config, "num_stages"):
+    config = dataclasses.replace(config, num_stages=0)
+  return kernel, config
 
 
 def loss(groups: Sequence[Group], model: Model) -> float:

@@ -5,13 +5,16 @@ of several runs side by side; of a sweep's rows it prints experiments/sweep.py's
 
   python -m experiments.summary results/full.jsonl
   python -m experiments.summary results/burst.jsonl results/sustained.jsonl
+  python -m experiments.summary results/full.jsonl results/streams.jsonl
 
 The figures are those of "auto", what jaxgemm chooses: XLA's time over its time as
 geometric means. A problem that failed has no time and counts only as a problem.
 
 The limit is what nobody can have: kernels as fast as what only reads, or only
 multiplies, and to start as the shortest kernel there is; or XLA's own time if that is
-less.
+less. With rows of experiments/streams.py, which moved as many bytes as the problem has,
+their times count in place of what reads at the memory's best rate; what a product was
+seen to take is possible, though.
 """
 
 from __future__ import annotations
@@ -24,8 +27,9 @@ from absl import app
 import jax.numpy as jnp
 import tabulate
 
-from experiments import suites, sweep
+from experiments import streams, suites, sweep
 from experiments.report import Row, figure, geometric_mean
+from jaxgemm.device import known_device
 
 IMPLEMENTATION = "auto"
 # Of the problems that the memory bounds, those large enough for it to.
@@ -61,8 +65,14 @@ def chosen(rows: Sequence[Row]) -> list[Row]:
   return [row for row in rows if row.implementation == IMPLEMENTATION]
 
 
-def speed(rows: Sequence[Row]) -> Speed:
-  """Returns what the rows of one implementation, one a problem, say of its speed."""
+Streams = Mapping[str, float]  # Microseconds, by the name of the problem.
+
+
+def speed(rows: Sequence[Row], moved: Streams | None = None) -> Speed:
+  """Returns what the rows of one implementation, one a problem, say of its speed.
+
+  `moved`: how long the problems' bytes take to be moved, where that is known.
+  """
   timed = [row for row in rows if row.ratio_to_xla is not None]
   if not timed:
     return Speed(len(rows), 0, None, None)
@@ -70,24 +80,35 @@ def speed(rows: Sequence[Row]) -> Speed:
   worst, limit = min(timed, key=lambda row: row.ratio_to_xla), None
   if all(row.floor_share is not None for row in timed):
     limit = geometric_mean([
-        max(_xla_us(row) / (row.floor_share * row.time_us / CEILING + SHORTEST_US), 1.0)
+        max(_xla_us(row) / _least_us(row, (moved or {}).get(row.name)), 1.0)
         for row in timed
     ])
   return Speed(len(rows), len(timed), ratio, worst, limit)
 
 
-def speeds(rows: Sequence[Row]) -> dict[str, Speed]:
+def speeds(rows: Sequence[Row], moved: Streams | None = None) -> dict[str, Speed]:
   """Returns the speed of each class that occurs, then under "all" that of all."""
   classes = [klass for klass in suites.CLASSES if any(r.klass == klass for r in rows)]
   found = {
-      klass: speed([row for row in rows if row.klass == klass]) for klass in classes
+      klass: speed([row for row in rows if row.klass == klass], moved)
+      for klass in classes
   }
-  return found | {"all": speed(rows)}
+  return found | {"all": speed(rows, moved)}
 
 
 def _xla_us(row: Row) -> float:
   """XLA's time of a row that has a time."""
   return row.ratio_to_xla * row.time_us
+
+
+def _least_us(row: Row, stream_us: float | None) -> float:
+  """The time below which no kernel comes, of a row that has a time and a floor."""
+  if stream_us is None:
+    return row.floor_share * row.time_us / CEILING + SHORTEST_US
+  device = known_device(row.device)
+  multiplied_us = row.tflops * row.time_us / device.matrix_tflops[row.dtype]
+  least_us = max(stream_us, multiplied_us / CEILING + SHORTEST_US)
+  return min(least_us, row.time_us)
 
 
 def left_to_xla(rows: Sequence[Row]) -> list[Row]:
@@ -112,13 +133,14 @@ def floor_rows(rows: Sequence[Row]) -> list[Row]:
   ]
 
 
-def table(runs: Mapping[str, Sequence[Row]]) -> str:
+def table(runs: Mapping[str, Sequence[Row]], moved: Streams | None = None) -> str:
   """Returns the speed by class, a line each, the runs side by side.
 
   Args:
     runs: rows of "auto" by what to call their run; no name is shown of a single one.
+    moved: see `speed`.
   """
-  found = {name: speeds(rows) for name, rows in runs.items()}
+  found = {name: speeds(rows, moved) for name, rows in runs.items()}
   lines = []
   for klass in (*suites.CLASSES, "all"):
     line = {"class": klass}
@@ -173,16 +195,18 @@ def remarks(rows: Sequence[Row]) -> str:
   return "\n".join(lines)
 
 
-def text(runs: Mapping[str, Sequence[Row]]) -> str:
+def text(runs: Mapping[str, Sequence[Row]], moved: Streams | None = None) -> str:
   """Returns the table of all runs, then the remarks on each of them."""
-  parts = [table({name: chosen(rows) for name, rows in runs.items()})]
+  parts = [table({name: chosen(rows) for name, rows in runs.items()}, moved)]
   for name, rows in runs.items():
     parts += [f"{name}:"] if len(runs) > 1 else []
     parts.append(remarks(rows))
   return "\n".join(parts)
 
 
-def read[RowT: Row](path: pathlib.Path, kind: type[RowT] = Row) -> list[RowT]:
+def read[RowT: (Row, sweep.SweepRow, streams.Row)](
+    path: pathlib.Path, kind: type[RowT] = Row
+) -> list[RowT]:
   """Returns the rows of a file.
 
   Raises:
@@ -202,9 +226,10 @@ def _mean_share(rows: Sequence[Row]) -> float:
   return geometric_mean([row.floor_share for row in rows])
 
 
-def _is_sweep(path: pathlib.Path) -> bool:
+def _has(field: str, path: pathlib.Path) -> bool:
+  """Whether the file's first row has that field."""
   with path.open(encoding="utf-8") as file:
-    return '"estimate_us"' in file.readline()
+    return f'"{field}"' in file.readline()
 
 
 def main(argv: Sequence[str]) -> None:
@@ -212,15 +237,19 @@ def main(argv: Sequence[str]) -> None:
   if not paths:
     raise app.UsageError("name one or more files of rows")
   try:
-    swept = [path for path in paths if _is_sweep(path)]
+    swept = [path for path in paths if _has("estimate_us", path)]
+    of_streams = [path for path in paths if _has("stream_us", path)]
     is_short = len({path.stem for path in paths}) == len(paths)
     names = {path: path.stem if is_short else str(path) for path in paths}
-    runs = {names[path]: read(path) for path in paths if path not in swept}
+    others = swept + of_streams
+    runs = {names[path]: read(path) for path in paths if path not in others}
     sweeps = {names[path]: read(path, sweep.SweepRow) for path in swept}
+    rows = [row for path in of_streams for row in read(path, streams.Row)]
   except (OSError, ValueError) as error:
     raise app.UsageError(str(error)) from error
+  times_us = {row.name: row.stream_us for row in rows if row.stream_us is not None}
   if runs:
-    print(text(runs))
+    print(text(runs, times_us))
   for name, rows in sweeps.items():
     print(f"{name}:\n{sweep.summary(rows)}")
 

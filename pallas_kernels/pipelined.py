@@ -77,27 +77,29 @@ def launch(
       lhs.load(lhs_gmem, refs["lhs_slots"], slot, full, mn=m, **at)
       rhs.load(rhs_gmem, refs["rhs_slots"], slot, full, mn=n, **at)
 
-    def _multiply(acc, step):
-      slot = lax.rem(step, jnp.int32(num_stages))
+    def _multiply(acc, slot):
       plgpu.barrier_wait(refs["full"].at[slot])
       slots = refs["lhs_slots"], refs["rhs_slots"]
       groups = operand_tiles.multiply(acc, call.prepared, slots, slot)
-      plgpu.wgmma_wait(groups)  # Those of step - 1 have read their slot.
+      plgpu.wgmma_wait(groups)  # Those of the step before have read their slot.
+      return tiles.wrapped(slot + 1, num_stages)
 
     for step in range(ahead):
       _load(jnp.int32(step), step)
 
     def _pipeline(acc, first, count):
-      def steady(step, _):
-        _multiply(acc, step)
-        _load(step + ahead, lax.rem(step + ahead, jnp.int32(num_stages)))
+      def steady(step, slot):
+        following = _multiply(acc, slot)
+        _load(step + ahead, tiles.wrapped(slot + ahead, num_stages))
+        return following
 
-      def drain(step, _):
-        _multiply(acc, step)
+      def drain(_, slot):
+        return _multiply(acc, slot)
 
       end, all_loaded = first + count, jnp.int32(k_steps - ahead)
-      lax.fori_loop(first, lax.min(end, all_loaded), steady, None)
-      lax.fori_loop(lax.max(first, all_loaded), end, drain, None)
+      slot = lax.rem(jnp.int32(first), jnp.int32(num_stages))
+      slot = lax.fori_loop(first, lax.min(end, all_loaded), steady, slot)
+      lax.fori_loop(lax.max(first, all_loaded), end, drain, slot)
 
     acc = accumulate.sum_over_k(
         _pipeline, shape=(config.tile_m, config.tile_n), k_steps=k_steps,

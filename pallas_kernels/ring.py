@@ -20,14 +20,14 @@ producers, which take steps in turn, must divide the number of slots.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import lhs_registers, operand_tiles, register_loads
+from pallas_kernels import lhs_registers, operand_tiles, register_loads, tiles
 from pallas_kernels.problem import ALONG_M, ALONG_N
 
 # What a thread keeps, by the number of consumers: all CTA's threads share 64 K.
@@ -36,6 +36,13 @@ CONSUMER_REGISTERS = {1: 232, 2: 232, 3: 160}
 # Of slots: two are held then. 50257x768x8192 TN took 1174 us with three, 900 without.
 _ENOUGH_TO_LOAD_AHEAD = 4
 Ref = Any
+
+
+class _Read(NamedTuple):
+  """A step that a producer waits for: whose it is, and which k tile of its tile."""
+
+  k_step: Any
+  team: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,13 +109,34 @@ class Ring:
   def _slot(self, step):
     return lax.rem(step, jnp.int32(self.num_stages))
 
+  def _after(self, slot, steps: int = 1):
+    """The slot so many steps later."""
+    return tiles.wrapped(slot + steps, self.num_stages)
+
+  def _team(self, step):
+    if self.teams == 1:
+      return 0
+    return lax.rem(lax.div(step, jnp.int32(self.k_steps)), jnp.int32(self.teams))
+
+  def _read_before(self, step) -> _Read | None:
+    """Who is to have read the slot of `step` before that; None: the only team."""
+    if self.teams == 1:
+      return None
+    turn = self.teams * self.k_steps
+    step = step + (-self.num_stages % turn)  # Not negative, and of the same place.
+    return _Read(lax.rem(step, jnp.int32(self.k_steps)), self._team(step))
+
+  def _read_after(self, read: _Read | None) -> _Read | None:
+    """The same one step later; several producers have one team."""
+    if read is None:
+      return None
+    k_step = tiles.wrapped(read.k_step + 1, self.k_steps)
+    team = tiles.wrapped(read.team + 1, self.teams)
+    return _Read(k_step, lax.select(k_step == 0, team, read.team))
+
   def _barrier(self, barriers: Ref, step) -> Ref:
     """The one of `barriers` that belongs to the slot and the team of `step`."""
-    index = self._slot(step)
-    if self.teams > 1:
-      team = lax.rem(lax.div(step, jnp.int32(self.k_steps)), jnp.int32(self.teams))
-      index = index + team * self.num_stages
-    return barriers.at[index]
+    return barriers.at[self._slot(step) + self._team(step) * self.num_stages]
 
   def produce(self, lhs_gmem, rhs_gmem, refs, *, producer, local, batch, m, n, k):
     """Loads the share of one producer of the `local`-th tile of this CTA.
@@ -118,18 +146,19 @@ class Ring:
     tile_k, turns = self.lhs.tile_k, jnp.int32(self.num_producers)
     first_step = local * self.k_steps
     first = lax.rem(producer - lax.rem(first_step, turns) + turns, turns)
+    barriers = self._team(first_step) * self.num_stages
 
-    def load(turn, _):
+    def load(turn, places):
+      slot, read = places
       i = first + turn * turns
-      step = first_step + i
-      slot = self._slot(step)
 
-      @pl.when(step >= self.num_stages)
+      @pl.when(first_step + i >= self.num_stages)
       def _wait_until_read():
-        plgpu.barrier_wait(self._barrier(refs["empty"], step - self.num_stages))
+        of_team = 0 if read is None else read.team * self.num_stages
+        plgpu.barrier_wait(refs["empty"].at[slot + of_team])
 
       at = dict(batch=batch, k=k + i * tile_k)
-      full = self._barrier(refs["full"], step)
+      full = refs["full"].at[slot + barriers]
       loads = [
           (self.lhs, lhs_gmem, refs["lhs_slots"], m, ALONG_N, self.lhs_shared),
           (self.rhs, rhs_gmem, refs["rhs_slots"], n, ALONG_M, self.rhs_shared),
@@ -146,9 +175,12 @@ class Ring:
         register_loads.load(*by_registers)
         plgpu.commit_smem()
         plgpu.barrier_arrive(full)
+      return self._after(slot, self.num_producers), self._read_after(read)
 
     count = lax.div(self.k_steps - first + turns - 1, turns)
-    lax.fori_loop(jnp.int32(0), count, load, None)
+    step = first_step + first
+    places = self._slot(step), self._read_before(step)
+    lax.fori_loop(jnp.int32(0), count, load, places)
 
   def consume(
       self, acc, refs, *, first_step, num_steps, lhs_start, rhs_start, batch=0
@@ -166,9 +198,11 @@ class Ring:
       return
     slots = refs["lhs_slots"], refs["rhs_slots"]
 
-    def multiply(i, _):
-      slot = self._slot(first_step + i)
-      plgpu.barrier_wait(self._barrier(refs["full"], first_step + i))
+    barriers = self._team(first_step) * self.num_stages
+
+    def multiply(i, places):
+      slot, last = places
+      plgpu.barrier_wait(refs["full"].at[slot + barriers])
       groups = operand_tiles.multiply(
           acc, self.prepared, slots, slot, lhs_start=lhs_start, rhs_start=rhs_start
       )
@@ -176,9 +210,12 @@ class Ring:
 
       @pl.when(i > 0)
       def _free_the_last_slot():
-        plgpu.barrier_arrive(self._barrier(refs["empty"], first_step + i - 1))
+        plgpu.barrier_arrive(refs["empty"].at[last + barriers])
 
-    lax.fori_loop(jnp.int32(0), jnp.int32(num_steps), multiply, None)
+      return self._after(slot), slot
+
+    first = self._slot(jnp.int32(first_step))
+    lax.fori_loop(jnp.int32(0), jnp.int32(num_steps), multiply, (first, first))
     self.finish(refs, step=first_step + num_steps - 1)
 
   def _consume_skewed(self, acc, refs, *, first_step, num_steps, start, batch):
@@ -189,28 +226,37 @@ class Ring:
     shared memory, and TMA, are in their way.
     """
 
-    def load(step):
-      plgpu.barrier_wait(self._barrier(refs["full"], step))
-      return self.lhs.load_fragments(refs["lhs_slots"], self._slot(step), start, batch)
+    barriers = self._team(first_step) * self.num_stages
 
-    def multiply(step, loaded, following=None):
+    def load(slot):
+      plgpu.barrier_wait(refs["full"].at[slot + barriers])
+      return self.lhs.load_fragments(refs["lhs_slots"], slot, start, batch)
+
+    def multiply(slot, loaded, following=None):
       lhs = self.lhs.fragments(loaded)
       loaded = None if following is None else load(following)
-      operand_tiles.multiply_fragments(
-          acc, lhs, self.prepared, refs["rhs_slots"], self._slot(step)
-      )
+      operand_tiles.multiply_fragments(acc, lhs, self.prepared, refs["rhs_slots"], slot)
       plgpu.wgmma_wait(0)
-      plgpu.barrier_arrive(self._barrier(refs["empty"], step))
+      plgpu.barrier_arrive(refs["empty"].at[slot + barriers])
       return loaded
 
-    first, last = jnp.int32(first_step), first_step + num_steps - 1
+    def alone(_, slot):
+      multiply(slot, load(slot))
+      return self._after(slot)
+
+    def ahead(_, places):
+      slot, loaded = places
+      following = self._after(slot)
+      return following, multiply(slot, loaded, following)
+
+    first, zero = self._slot(jnp.int32(first_step)), jnp.int32(0)
     if self.num_stages < _ENOUGH_TO_LOAD_AHEAD:
-      lax.fori_loop(first, last + 1, lambda step, _: multiply(step, load(step)), None)
+      lax.fori_loop(zero, jnp.int32(num_steps), alone, first)
       return
-    loaded = lax.fori_loop(
-        first, last, lambda step, loaded: multiply(step, loaded, step + 1), load(first)
+    places = lax.fori_loop(
+        zero, jnp.int32(num_steps) - 1, ahead, (first, load(first))
     )
-    multiply(last, loaded)
+    multiply(*places)
 
   def consume_step(
       self, accs, refs, *, step, is_first, groups, in_flight, lhs_start, rhs_start

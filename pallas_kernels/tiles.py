@@ -32,6 +32,14 @@ def round_up(a: int, b: int) -> int:
   return cdiv(a, b) * b
 
 
+def wrapped(place, count: int):
+  """`place`, less than twice `count`, in a ring of `count` places.
+
+  What loops count with: a remainder for each of their steps takes longer.
+  """
+  return lax.select(place >= count, place - count, place)
+
+
 @functools.cache
 def swizzle_elems(dtype) -> int:
   """Elements of one 128-byte row of a shared-memory tile."""

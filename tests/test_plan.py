@@ -552,3 +552,43 @@ def test_few_lines_that_all_ctas_ask_for_are_no_choice_for_pipelined():
   best, *others = heuristics.candidates(problem, H200)
   assert best.kernel != "pipelined"
   assert any(c.kernel == "pipelined" for c in others)
+
+
+@pytest.mark.parametrize(
+    ("problem", "tile", "slots"),
+    [
+        # Each CTA has rows of its own; all of them ask the memory at once.
+        (Problem(1, 6144, 4096), (128, 16, True), 9),
+        (Problem(1, 4096, 4096), (64, 16, True), 13),
+        # Of larger tiles an SM alone needs more than the memory does of all.
+        (Problem(32, 7520, 416, batch=7), (64, 208, False), 4),
+        # CTAs share most of what they ask for: all that there are.
+        (Problem(256, 4096, 4096), (64, 128, False), 8),
+        (Problem(4096, 4096, 4096), (128, 256, False), 4),
+    ],
+    ids=str,
+)
+def test_no_more_slots_than_the_memory_has_use_for(problem, tile, slots):
+  tile_m, tile_n, swap = tile
+  found = {
+      c.config.num_stages for c in heuristics.candidates(problem, H200)
+      if c.kernel == "persistent" and c.config.cluster == 1
+      and (c.config.tile_m, c.config.tile_n, c.config.swap) == (tile_m, tile_n, swap)
+      and c.config.wg_dim == "m"
+  }
+  assert found == {slots}
+
+
+def test_slots_by_the_memory_of_the_device():
+  """Slower memory has use for fewer; other than 16 bits have not been measured."""
+  config = PersistentConfig(64, 16, num_stages=16, consumers=1, swap=True)
+  problem = Problem(1, 4096, 4096)
+  h100 = device.known_device("NVIDIA H100 80GB HBM3")
+  slots = [
+      heuristics._without_queue(problem, config, 64, each).num_stages
+      for each in (H200, h100)
+  ]
+  assert slots == [13, 10]
+  assert heuristics._without_queue(
+      dataclasses.replace(problem, dtype="float8_e4m3fn"), config, 64, H200
+  ) is config

@@ -1,0 +1,184 @@
+"""stream: reads so many bytes through shared memory and writes so many, no arithmetic.
+
+  out[row] = values[a row that the same CTA reads: see `sources`]
+
+One CTA an SM, of one warpgroup, walks over rows of ROW_BYTES: TMA brings chunks of them
+into a ring of slots, and what is to be written leaves from those slots. Nothing waits
+but for a slot: this is what a product's operands and its result take to be moved where
+nothing else takes time, the launch and the first bytes' way included.
+
+  barrier  arrives                    waits
+  full[s]  the TMA copy into slot s   the warpgroup, before it stores from it or asks for
+                                      the chunk that takes its place
+
+A result that is smaller than the operands is stored in the last steps, as an epilogue
+would; a larger one several chunks a step.
+
+Source: the producer of the persistent kernel (pallas_kernels/persistent.py), without
+those that it feeds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import tiles
+
+NAME = "stream"
+ROW = 128  # Elements of a row, 32 bits each.
+ROW_BYTES = 4 * ROW
+MOST_ROWS = 32  # Of a chunk; 16 KB.
+_LEAST_ROWS = 12  # Where a share has more, so that equal chunks fit it closely.
+_LAG = 2  # Steps that stores have to leave a slot before it is filled again.
+
+
+@dataclasses.dataclass(frozen=True)
+class Shares:
+  """What each CTA moves.
+
+  Attributes:
+    num_ctas: that move something.
+    steps: chunks that a CTA reads.
+    rows: of a chunk.
+    stores, store_steps: chunks that it writes in each of its last `store_steps` steps.
+    store_rows: of these.
+  """
+
+  num_ctas: int
+  steps: int
+  rows: int
+  stores: int
+  store_steps: int
+  store_rows: int
+
+  @classmethod
+  def of(cls, read_bytes: int, written_bytes: int, num_ctas: int) -> Shares:
+    """Returns shares as even as chunks can be; they cover at least those bytes."""
+    read = _share(read_bytes, num_ctas)
+    written = _share(written_bytes, num_ctas)
+    steps, rows = _chunks(read)
+    store_steps = min(steps, tiles.cdiv(written, rows))
+    stores = tiles.cdiv(tiles.cdiv(written, store_steps), rows)
+    store_rows = tiles.cdiv(written, store_steps * stores)
+    return cls(num_ctas, steps, rows, stores, store_steps, store_rows)
+
+  @property
+  def read_shape(self) -> tuple[int, int]:
+    """Of what is read, in elements of 32 bits."""
+    return self.num_ctas * self.steps * self.rows, ROW
+
+  @property
+  def written_shape(self) -> tuple[int, int]:
+    written = self.store_steps * self.stores * self.store_rows
+    return self.num_ctas * written, ROW
+
+  @property
+  def slots(self) -> int:
+    fit = (tiles.SMEM_LIMIT_BYTES - 1024) // (self.rows * ROW_BYTES)
+    return min(self.steps, fit)
+
+
+def _share(num_bytes: int, num_ctas: int) -> int:
+  return max(1, tiles.cdiv(tiles.cdiv(num_bytes, ROW_BYTES), num_ctas))
+
+
+def _chunks(rows: int) -> tuple[int, int]:
+  """Returns (steps, rows of a chunk) that cover `rows` with the fewest to spare."""
+  sizes = range(min(rows, MOST_ROWS), min(rows, _LEAST_ROWS) - 1, -1)
+  best = min(sizes, key=lambda size: tiles.cdiv(rows, size) * size)
+  return tiles.cdiv(rows, best), best
+
+
+def launch(
+    values: jax.Array, shares: Shares, *, spread: bool = False, interpret=None
+) -> jax.Array:
+  """Returns what is written: uint32 `shares.written_shape`; see `sources`.
+
+  Args:
+    values: uint32 `shares.read_shape`.
+    spread: whether the chunks that CTAs move at a time lie side by side, not those that
+      one of them moves.
+    interpret: of the emulator; None on the chip.
+  """
+
+  def _kernel(values_gmem, out_gmem, slots, full):
+    cta, num_slots, steps = lax.axis_index("cta"), shares.slots, shares.steps
+
+    def chunk(step, count, size):
+      at = step * shares.num_ctas + cta if spread else cta * count + step
+      return pl.ds(at * size, size)
+
+    def _load(step):
+      slot = lax.rem(step, jnp.int32(num_slots))
+      plgpu.copy_gmem_to_smem(
+          values_gmem.at[chunk(step, steps, shares.rows)], slots.at[slot],
+          full.at[slot],
+      )
+
+    def _store(step):
+      slot = lax.rem(step, jnp.int32(num_slots))
+      first = (step - (steps - shares.store_steps)) * shares.stores
+      for i in range(shares.stores):
+        to = chunk(first + i, shares.store_steps * shares.stores, shares.store_rows)
+        plgpu.copy_smem_to_gmem(
+            slots.at[slot, pl.ds(0, shares.store_rows)], out_gmem.at[to]
+        )
+
+    def move(step, _, *, stores: bool):
+      plgpu.barrier_wait(full.at[lax.rem(step, jnp.int32(num_slots))])
+      lag = 0
+      if stores:
+        _store(step)
+        lag = min(_LAG, num_slots - 1)
+        plgpu.wait_smem_to_gmem(lag * shares.stores, wait_read_only=True)
+      freed = step - lag  # Its slot has nothing to store any more.
+      after = freed + num_slots
+      # Those before the first that stores have been followed already.
+      new = freed >= (steps - shares.store_steps if stores else 0)
+
+      @pl.when(new & (after < steps))
+      def _():
+        _load(after)
+
+    for step in range(num_slots):
+      _load(jnp.int32(step))
+    silent = steps - shares.store_steps
+    lax.fori_loop(0, silent, functools.partial(move, stores=False), None)
+    lax.fori_loop(silent, steps, functools.partial(move, stores=True), None)
+    plgpu.wait_smem_to_gmem(0)
+
+  return plgpu.kernel(
+      _kernel,
+      out_type=jax.ShapeDtypeStruct(shares.written_shape, jnp.uint32),
+      scratch_types=dict(
+          slots=plgpu.SMEM((shares.slots, shares.rows, ROW), jnp.uint32),
+          full=plgpu.Barrier(num_arrivals=1, num_barriers=shares.slots),
+      ),
+      grid=(shares.num_ctas,),
+      grid_names=("cta",),
+      num_threads=1,
+      thread_name="wg",
+      interpret=interpret,
+      kernel_name=f"jaxgemm_{NAME}",
+  )(values)
+
+
+def sources(shares: Shares, *, spread: bool = False) -> np.ndarray:
+  """Returns of each row that `launch` writes which row of `values` it is."""
+  count = shares.store_steps * shares.stores
+  cta, chunk, row = np.ogrid[: shares.num_ctas, :count, : shares.store_rows]
+  step = shares.steps - shares.store_steps + chunk // shares.stores
+  found = np.empty(shares.written_shape[0], np.int32)
+  ctas = shares.num_ctas
+  to = chunk * ctas + cta if spread else cta * count + chunk
+  source = step * ctas + cta if spread else cta * shares.steps + step
+  found[to * shares.store_rows + row] = source * shares.rows + row
+  return found

@@ -1,0 +1,55 @@
+"""How rings count: slots, teams, and whose step a producer waits for."""
+
+from __future__ import annotations
+
+import types
+
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import tiles
+from pallas_kernels.ring import Ring
+
+
+def make_ring(num_stages, *, teams=1, k_steps=1, num_producers=1) -> Ring:
+  prepared = types.SimpleNamespace()  # Whatever is multiplied.
+  return Ring(prepared, num_stages, 1, teams, k_steps, num_producers)
+
+
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_places_go_round(count):
+  found = [int(tiles.wrapped(jnp.int32(i), count)) for i in range(2 * count)]
+  assert found == [i % count for i in range(2 * count)]
+
+
+@pytest.mark.parametrize(("num_stages", "producers"), [(5, 1), (8, 1), (9, 3)])
+def test_slots_follow_each_other(num_stages, producers):
+  ring = make_ring(num_stages, num_producers=producers)
+  for producer in range(producers):
+    slot = ring._slot(jnp.int32(producer))
+    for step in range(producer, 3 * num_stages, producers):
+      assert int(slot) == step % num_stages
+      slot = ring._after(slot, producers)
+
+
+@pytest.mark.parametrize("num_stages", [2, 4, 7])
+@pytest.mark.parametrize("k_steps", [1, 2, 3, 5, 16])
+def test_the_step_that_had_the_slot_before(num_stages, k_steps):
+  """Of two teams that take tiles in turn, from the first step of any tile on."""
+  ring = make_ring(num_stages, teams=2, k_steps=k_steps)
+  for local in range(6):
+    first = local * k_steps
+    read = ring._read_before(jnp.int32(first))
+    for step in range(first, first + k_steps):
+      before = step - num_stages
+      if before >= 0:  # Until then nobody waits.
+        tile, k_step = divmod(before, k_steps)
+        assert (int(read.k_step), int(read.team)) == (k_step, tile % 2)
+      read = ring._read_after(read)
+    assert int(ring._team(jnp.int32(first))) == local % 2
+
+
+def test_one_team_is_not_looked_for():
+  ring = make_ring(4, k_steps=3)
+  assert ring._team(jnp.int32(7)) == 0
+  assert ring._read_after(ring._read_before(jnp.int32(7))) is None
