@@ -37,6 +37,7 @@ ROW = 128  # Elements of a row, 32 bits each.
 ROW_BYTES = 4 * ROW
 MOST_ROWS = 32  # Of a chunk; 16 KB.
 _LEAST_ROWS = 12  # Where a share has more, so that equal chunks fit it closely.
+_MOST_SLOTS = 32  # Mosaic's barriers of one name.
 _LAG = 2  # Steps that stores have to leave a slot before it is filled again.
 
 
@@ -83,7 +84,7 @@ class Shares:
   @property
   def slots(self) -> int:
     fit = (tiles.SMEM_LIMIT_BYTES - 1024) // (self.rows * ROW_BYTES)
-    return min(self.steps, fit)
+    return min(self.steps, fit, _MOST_SLOTS)
 
 
 def _share(num_bytes: int, num_ctas: int) -> int:

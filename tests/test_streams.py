@@ -67,9 +67,10 @@ def test_shares_cover_the_bytes_and_little_more(read_bytes, written_bytes):
   assert shares.slots * shares.rows * row < 232448
 
 
-def test_what_is_timed_lowers():
-  """To one kernel, without a copy."""
-  shares = kernel.Shares.of(34_000_000, 1_000_000, 132)
+@pytest.mark.parametrize("read_bytes", [34_000_000, 50_000_000, 132 * 512 * 12 * 40])
+def test_what_is_timed_lowers(read_bytes):
+  """To one kernel, without a copy; also where many slots would fit."""
+  shares = kernel.Shares.of(read_bytes, 1_000_000, 132)
   values = jax.ShapeDtypeStruct(shares.read_shape, jnp.uint32)
   with jaxgemm.target("NVIDIA H200"):
     exported = jax.export.export(
