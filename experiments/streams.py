@@ -1,8 +1,8 @@
 r"""How long the operands and the result of a product take to be moved, nothing else.
 
 For each problem of a suite a kernel (see `streams_kernel`) reads as many bytes as its
-operands have, through TMA into shared memory, and writes as many as its result. No kernel
-that loads its operands so can be faster, however it multiplies. The L2 is full of other
+operands have, through TMA into shared memory, and writes as many as its result: the time
+that loads and stores leave to a product, however it multiplies. The L2 is full of other
 data before each call, as in experiments/run.py. Two orders of the bytes are tried: the
 faster one counts. Before anything is timed, what is written is compared with what was
 read.

@@ -37,7 +37,7 @@ ROW = 128  # Elements of a row, 32 bits each.
 ROW_BYTES = 4 * ROW
 MOST_ROWS = 32  # Of a chunk; 16 KB.
 _LEAST_ROWS = 12  # Where a share has more, so that equal chunks fit it closely.
-_MOST_SLOTS = 32  # Mosaic's barriers of one name.
+_AHEAD_BYTES = 96 << 10  # That a CTA asks for; more would wait in the memory's queues.
 _LAG = 2  # Steps that stores have to leave a slot before it is filled again.
 
 
@@ -83,8 +83,7 @@ class Shares:
 
   @property
   def slots(self) -> int:
-    fit = (tiles.SMEM_LIMIT_BYTES - 1024) // (self.rows * ROW_BYTES)
-    return min(self.steps, fit, _MOST_SLOTS)
+    return min(self.steps, tiles.cdiv(_AHEAD_BYTES, self.rows * ROW_BYTES))
 
 
 def _share(num_bytes: int, num_ctas: int) -> int:
@@ -117,15 +116,13 @@ def launch(
       at = step * shares.num_ctas + cta if spread else cta * count + step
       return pl.ds(at * size, size)
 
-    def _load(step):
-      slot = lax.rem(step, jnp.int32(num_slots))
+    def _load(step, slot):
       plgpu.copy_gmem_to_smem(
           values_gmem.at[chunk(step, steps, shares.rows)], slots.at[slot],
           full.at[slot],
       )
 
-    def _store(step):
-      slot = lax.rem(step, jnp.int32(num_slots))
+    def _store(step, slot):
       first = (step - (steps - shares.store_steps)) * shares.stores
       for i in range(shares.stores):
         to = chunk(first + i, shares.store_steps * shares.stores, shares.store_rows)
@@ -133,11 +130,11 @@ def launch(
             slots.at[slot, pl.ds(0, shares.store_rows)], out_gmem.at[to]
         )
 
-    def move(step, _, *, stores: bool):
-      plgpu.barrier_wait(full.at[lax.rem(step, jnp.int32(num_slots))])
+    def move(step, slot, *, stores: bool):
+      plgpu.barrier_wait(full.at[slot])
       lag = 0
       if stores:
-        _store(step)
+        _store(step, slot)
         lag = min(_LAG, num_slots - 1)
         plgpu.wait_smem_to_gmem(lag * shares.stores, wait_read_only=True)
       freed = step - lag  # Its slot has nothing to store any more.
@@ -147,13 +144,17 @@ def launch(
 
       @pl.when(new & (after < steps))
       def _():
-        _load(after)
+        _load(after, tiles.wrapped(slot + (num_slots - lag), num_slots))
+
+      return tiles.wrapped(slot + 1, num_slots)
 
     for step in range(num_slots):
-      _load(jnp.int32(step))
+      _load(jnp.int32(step), step)
     silent = steps - shares.store_steps
-    lax.fori_loop(0, silent, functools.partial(move, stores=False), None)
-    lax.fori_loop(silent, steps, functools.partial(move, stores=True), None)
+    slot = lax.fori_loop(
+        0, silent, functools.partial(move, stores=False), jnp.int32(0)
+    )
+    lax.fori_loop(silent, steps, functools.partial(move, stores=True), slot)
     plgpu.wait_smem_to_gmem(0)
 
   return plgpu.kernel(

@@ -30,6 +30,7 @@ class Model:
   crooked_stores: float = 1.5  # Of the result's bytes, where its rows begin so.
   crooked_32: float = 0.48  # Of all three, where they begin at multiples of 32 bytes.
   crooked_64: float = 0.2  # The same, of 64 bytes.
+  same_lines: float = 1.0  # As rows: of each that shares a line. By hand, of k < 64.
   hot: float = 0.143  # A k tile of an operand that all CTAs ask for at once.
   reread: float = 0.221  # Share of an operand that each second tile fetches anew.
   load_rate: float = 24.8e3  # Memory to shared memory through registers, shifted.

@@ -77,6 +77,7 @@ def supply(work: Work, model: Model) -> float:
         valid[operand] / rates[operand in shifted] for operand in work.loaded
     )
     return tiles.SWIZZLE_BYTES * max(by_tma, by_loads)
+  by_tma += model.same_lines * _crowding(work) / model.l2_rate
   # The lines of the only tile along m, or n, are asked for by all clusters at once.
   hot = 0.0
   if problem.m <= config.tile_m and "lhs" not in work.padded:
@@ -84,6 +85,23 @@ def supply(work: Work, model: Model) -> float:
   if problem.product_n <= config.tile_n and "rhs" not in work.padded:
     hot += crooked(problem.rhs_shape[-1] * problem.itemsize, model) / share_rhs
   return tiles.SWIZZLE_BYTES * by_tma + model.hot * hot
+
+
+def _crowding(work: Work) -> float:
+  """Requests of a k tile for lines that rows beside them ask for as well.
+
+  Rows of a k of less than a line lie several in one: all SMs ask for few lines at once.
+  """
+  problem, crowded = work.problem, 0.0
+  share_rhs, share_lhs = work.multicast
+  for operand, shape, layout, tile_mn, share in (
+      ("lhs", problem.lhs_shape, problem.lhs_layout, work.config.tile_m, share_lhs),
+      ("rhs", problem.rhs_shape, problem.rhs_layout, work.config.tile_n, share_rhs),
+  ):
+    row_bytes = shape[-1] * problem.itemsize
+    if layout == "k-major" and operand not in work.padded:
+      crowded += tile_mn * max(tiles.SWIZZLE_BYTES / row_bytes - 1, 0.0) / share
+  return crowded
 
 
 def memory(work: Work, device: Device, model: Model) -> float:

@@ -65,6 +65,7 @@ def test_shares_cover_the_bytes_and_little_more(read_bytes, written_bytes):
       assert shape[0] * row < 1.02 * num_bytes
   assert shares.rows <= kernel.MOST_ROWS and shares.store_rows <= shares.rows
   assert shares.slots * shares.rows * row < 232448
+  assert shares.slots <= 32  # Mosaic's barriers of one name.
 
 
 @pytest.mark.parametrize("read_bytes", [34_000_000, 50_000_000, 132 * 512 * 12 * 40])

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from jaxgemm import cost_model, heuristics, tile_shapes
+from jaxgemm import cost_model, heuristics, tile_shapes, traffic
 from jaxgemm.cost_constants import MODEL
 from jaxgemm.device import known_device
 from jaxgemm.work import Work
@@ -163,3 +163,26 @@ def test_direct_is_for_few_k_tiles_an_sm():
 
   assert "direct" not in kernels(512) and "persistent" in kernels(512)
   assert "direct" in kernels(16)
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "layouts", "fields", "rows"),
+    [
+        (4096, 16, "NT", {}, 3 * (128 + 256)),  # Four rows a line.
+        (4096, 16, "NN", {}, 3 * 128),
+        (16, 16, "NN", {}, 3 * 128),  # However short they are, rows along n do not count.
+        (4096, 16, "TN", {}, 0),
+        (4096, 32, "NT", {}, 128 + 256),
+        (4096, 64, "NT", {}, 0),
+        # Those that share a tile ask once.
+        (4096, 16, "NT", dict(cluster_m=2), 3 * (128 + 128)),
+        (4096, 16, "NT", dict(cluster_n=4), 3 * (32 + 256)),
+    ],
+    ids=str,
+)
+def test_rows_that_share_lines_are_crowded(n, k, layouts, fields, rows):
+  problem = Problem(4096, n, k, **LAYOUTS[layouts])
+  found = work(problem, tile_m=128, tile_n=256, **fields)
+  free = dataclasses.replace(MODEL, same_lines=0.0)
+  more = traffic.supply(found, MODEL) - traffic.supply(found, free)
+  assert more == pytest.approx(MODEL.same_lines * 128 * rows / MODEL.l2_rate, abs=1e-9)
