@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import types
 
+import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import tiles
+from pallas_kernels import persistent, pipelined, split_k, tiles
+from pallas_kernels.problem import (
+  PersistentConfig,
+  PipelinedConfig,
+  Problem,
+  SplitKConfig,
+)
 from pallas_kernels.ring import Ring
+
+MOVES = {"copy_gmem_to_smem", "wgmma_ref"}
 
 
 def make_ring(num_stages, *, teams=1, k_steps=1, num_producers=1) -> Ring:
@@ -53,3 +62,53 @@ def test_one_team_is_not_looked_for():
   ring = make_ring(4, k_steps=3)
   assert ring._team(jnp.int32(7)) == 0
   assert ring._read_after(ring._read_before(jnp.int32(7))) is None
+
+
+def inner_jaxprs(eqn):
+  """The jaxprs of an equation."""
+  for value in eqn.params.values():
+    for each in value if isinstance(value, tuple | list) else [value]:
+      each = getattr(each, "jaxpr", each)
+      if hasattr(each, "eqns"):
+        yield each
+
+
+def loops_over_k(jaxpr, loop=None):
+  """The names of what each loop does that loads or multiplies k tiles, loops apart."""
+  names = set()
+  for eqn in jaxpr.eqns:
+    names.add(eqn.primitive.name)
+    is_loop = eqn.primitive.name in ("scan", "while")
+    for inner in inner_jaxprs(eqn):
+      found = yield from loops_over_k(inner, is_loop or None)
+      names |= set() if is_loop else found
+  if loop and names & MOVES:
+    yield names
+  return names
+
+
+@pytest.mark.parametrize(
+    ("kernel", "config", "num_loops"),
+    [
+        (persistent, PersistentConfig(128, 128, num_stages=5), 2),
+        (persistent, PersistentConfig(128, 128, num_stages=6, wg_dim="tile"), 2),
+        (persistent, PersistentConfig(64, 64, num_stages=9, consumers=1, promote=4), 2),
+        (split_k, SplitKConfig(64, 64, num_stages=7, consumers=1, splits=4), 2),
+        (pipelined, PipelinedConfig(64, 64, 64, 6), 2),  # Steady, and to the end.
+    ],
+    ids=lambda value: getattr(value, "NAME", None) and value.NAME,
+)
+def test_loops_over_k_divide_nothing(kernel, config, num_loops):
+  """By numbers of slots that are no powers of two this took up to 27% longer."""
+  problem = Problem(512, 1024, 2048)
+  jaxpr = jax.make_jaxpr(
+      lambda lhs, rhs: kernel.launch((lhs, rhs), problem, config, num_sms=132)
+  )(
+      jax.ShapeDtypeStruct((1, 512, 2048), jnp.bfloat16),
+      jax.ShapeDtypeStruct((1, 2048, 1024), jnp.bfloat16),
+  )
+  loops = list(loops_over_k(jaxpr.jaxpr))
+  assert len(loops) == num_loops
+  assert set().union(*loops) >= MOVES
+  for names in loops:
+    assert not names & {"rem", "div"}
