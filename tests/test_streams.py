@@ -29,6 +29,7 @@ SIZES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", [False, True])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_kernel_in_emulation(sizes, spread):
