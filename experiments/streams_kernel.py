@@ -143,7 +143,7 @@ def launch(
       new = freed >= (steps - shares.store_steps if stores else 0)
 
       @pl.when(new & (after < steps))
-      def _():
+      def _follow():
         _load(after, tiles.wrapped(slot + (num_slots - lag), num_slots))
 
       return tiles.wrapped(slot + 1, num_slots)

@@ -36,9 +36,7 @@ def test_kernel_in_emulation(sizes, spread):
   shares = kernel.Shares.of(*sizes, 3)
   values = jax.random.bits(jax.random.key(0), shares.read_shape, jnp.uint32)
   found = compat.run_interpreted(
-      functools.partial(
-          lambda params: kernel.launch(values, shares, spread=spread, interpret=params)
-      )
+      lambda params: kernel.launch(values, shares, spread=spread, interpret=params)
   )
   sources = kernel.sources(shares, spread=spread)
   assert (np.asarray(found) == np.asarray(values)[sources]).all()
