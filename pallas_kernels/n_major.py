@@ -46,7 +46,7 @@ def multiply(
     rhs: [64, columns of the slot], or in chunks [chunks, 64, 64] of which each is [k, n].
     k_major_lhs: whether lhs is the first of the three.
     transforms: of both, in shared memory.
-    in_registers: whether lhs is an array [64, 64], no reference.
+    in_registers: whether lhs is an array [rows, 64], no reference.
   """
   parts = tiles.instruction_columns(acc.shape[1])
   lhs_type = plgpu.Layout.WGMMA if in_registers else plgpu.RefType(transforms)
@@ -61,7 +61,8 @@ def multiply(
     layout, registers = sums.layout, sums.to_layout(_REGISTERS).registers.copy()
     if in_registers:
       lhs = wgmma_fence(lhs)
-      lhs_of, facts = lambda _: lhs, dict(a_transpose=None, a_k_stride=None)
+      lhs_of = lambda group: lhs[group * _BLOCK_COLS : (group + 1) * _BLOCK_COLS, :]
+      facts = dict(a_transpose=None, a_k_stride=None)
     else:
       lhs = lhs if k_major_lhs else mgpu.memref_transpose(_blocks(lhs), (1, 0, 3, 2))
       (begin, step), (apart, _), major = _descriptor(lhs, is_lhs=True)

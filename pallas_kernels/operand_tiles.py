@@ -2,7 +2,7 @@
 
 Shared memory that wgmma reads is swizzled by 128 bytes and tiled by 8 rows x 128 bytes
 (by 64 bytes the rhs of lhs that is split in registers). An operand gets there in one of
-five ways (`Operand.way`):
+six ways (`Operand.way`):
 
   flat     k-major operands: one TMA copy of rank 2 into an untiled view of the
            slot. A slot is exactly 128 bytes wide, so that both views have the
@@ -17,6 +17,8 @@ five ways (`Operand.way`):
            loads them through registers (see `register_loads`).
   skewed   lhs that fits in none of the first three, where the config says so: TMA
            copies it skewed, and consumers take it from there (see `skewed`).
+  runs     such lhs in tiles of whole rows, where the config says so: each is one bulk
+           copy, and consumers take it from there (see `run_loads`).
 
 The first three want a row stride that is a multiple of 16 bytes; flat and chunks serve
 any size, as TMA fills what lies outside with zeros. `prepare` pads the operands that do
@@ -37,7 +39,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import n_major, padding, register_loads, skewed, tiles
+from pallas_kernels import (
+  n_major,
+  padding,
+  register_loads,
+  run_loads,
+  skewed,
+  tiles,
+)
 from pallas_kernels.problem import Problem
 
 Ref = Any  # A Pallas reference.
@@ -89,11 +98,21 @@ class Operand:
     """TMA copies that bring a tile, by their arrivals on the slot's barrier."""
     if self.way == "loads":
       return 0
-    if self.way == "skewed":
+    if self.in_registers:
       return 1
     if self.way == "chunks":
       return self.num_parts * self._num_chunks
     return self.num_parts * self.num_arrays * len(self._boxes)
+
+  @property
+  def in_registers(self) -> bool:
+    """Whether it goes to wgmma through the consumers' registers."""
+    return self.way in ("skewed", "runs")
+
+  @property
+  def stays(self) -> bool:
+    """Whether a tile's first load brings all of k, for all of its k tiles."""
+    return self.way == "runs" and self.k_major
 
   @property
   def interleaves(self) -> bool:
@@ -132,6 +151,8 @@ class Operand:
     """Scratch type of `num_slots` slots in shared memory, each a tile of each part."""
     if self.way == "skewed":
       return plgpu.SMEM((num_slots, *self._skewed(0).slot_shape), jnp.dtype(self.dtype))
+    if self.way == "runs":
+      return plgpu.SMEM((num_slots, self._run.slot_elements), jnp.dtype(self.dtype))
     num_slots *= self.num_parts
     width = tiles.swizzle_elems(self.dtype)
     shape = {
@@ -156,6 +177,10 @@ class Operand:
     With `collective_axes` the `cluster` CTAs along them load a part each, for all.
     """
     batch = batch if self.batched else 0
+    if self.way == "runs":
+      row, wanted = (mn, k == 0) if self.k_major else (k, True)
+      self._run.load(gmem[0], slots.at[slot], barrier, batch, row, wanted)
+      return
     if self.way == "skewed":
       tile = self._skewed(gmem[0].size // (self.k if self.k_major else self.mn))
       at = (mn, k) if self.k_major else (k, mn)
@@ -219,13 +244,33 @@ class Operand:
         num_rows, cols, self.tile_mn, self.k_major, self.dtype, rows * self.batched
     )
 
-  def load_fragments(self, slots: Ref, slot, start, batch) -> jax.Array:
-    """64 of mn from `start` on, of an operand that came skewed: for `fragments`."""
-    return self._skewed(0).load_fragments(slots.at[slot], start, batch)
+  @property
+  def _run(self) -> run_loads.Run:
+    """The tiles of this operand, which are whole rows."""
+    rows, cols = (self.mn, self.k) if self.k_major else (self.k, self.mn)
+    return run_loads.Run(
+        rows, cols, self.tile_mn, self.k_major, self.dtype, self.batched
+    )
+
+  def load_fragments(
+      self, slots: Ref, slot, start, rows: int, *, batch, mn, k, step
+  ) -> jax.Array:
+    """`rows` of mn from `start` on, of an operand `in_registers`: for `fragments`.
+
+    Of the k tile `step` of the tile at (mn, k), in a slot.
+    """
+    if self.way == "skewed":
+      return self._skewed(0).load_fragments(slots.at[slot], start, batch)
+    run, first = self._run, step * self.tile_k
+    valid = self.k - k - first
+    at = (mn, first) if self.k_major else (k + first, 0)
+    phase = run.phase(batch, at[0])
+    return run.load_fragments(slots.at[slot], start, rows, phase, at[1], valid)
 
   def fragments(self, loaded: jax.Array) -> jax.Array:
     """What `load_fragments` loaded, as wgmma takes it."""
-    return self._skewed(0).fragments(loaded)
+    tiles_of = self._run if self.way == "runs" else self._skewed(0)
+    return tiles_of.fragments(loaded)
 
   def parts(self, size: int) -> tuple[tuple[int, int], ...]:
     """(start, size) of the wgmma that share `size` of mn; rows need not be shared."""
@@ -361,6 +406,8 @@ def prepare(
       its_way = "loads"
     elif is_lhs and getattr(config, "skew", False) and not emulated:
       its_way, its = "skewed", tuple(x.reshape(-1) for x in its)
+    elif is_lhs and getattr(config, "runs", False) and not emulated:
+      its_way, its = "runs", tuple(x.reshape(-1) for x in its)
     elif padding.needs_padding(*its[0].shape[1:], dtype, its_way):
       if takes_loads(problem, config) and not emulated:
         its_way = "loads"
@@ -381,7 +428,7 @@ def prepare(
 
 
 def multiply_fragments(acc: Ref, lhs: jax.Array, prepared: Prepared, slots: Ref, slot):
-  """acc += 64 rows of lhs in registers times all columns of a slot of rhs."""
+  """acc += rows of lhs in registers times all columns of a slot of rhs."""
   rhs = prepared.rhs_operand
   if not rhs.k_major:
     n_major.multiply(

@@ -63,7 +63,7 @@ def supports(problem: Problem, config: PersistentConfig) -> str | None:
       tiles.check_problem(problem, scales=True)
       or specialised.check_scales(problem, config)
       or specialised.check_gated(problem, config)
-      or specialised.check_skew(problem, config)
+      or specialised.check_in_registers(problem, config)
       or specialised.check_parts(problem, config, supports)
       or specialised.check_config(problem, config)
   )
@@ -203,7 +203,7 @@ def run(
       def tile(turn, _):
         local = first + turn * teams
         index, m, n = grid.locate(local)
-        of_batch, _ = operand_origin(index)
+        of_batch, first_k = operand_origin(index)
         starts = dict(lhs_start=share.row, rhs_start=share.col)
         at = dict(wg=wg, batch=index, row=m + share.row, col=n + share.col)
         if exchange is None:
@@ -212,7 +212,7 @@ def run(
         def multiply(acc, first, count):
           ring.consume(
               acc, refs, first_step=local * k_steps + first, num_steps=count,
-              batch=of_batch, **starts,
+              tile=(of_batch, m, first_k), **starts,
           )
 
         def multiply_group(acc, k_step, index):

@@ -342,6 +342,8 @@ class PersistentConfig:
       the producer loads them through registers (see `register_loads`).
     skew: lhs that TMA cannot stride over is copied skewed, and goes to wgmma through
       the consumers' registers (see `skewed`); rhs may need a pass that pads it.
+    runs: such an lhs in tiles of whole rows, all of k or all of m, comes in bulk copies
+      instead (see `run_loads`).
     swap: multiply transposed: tile_m and cluster_m then count columns of the result,
       tile_n and cluster_n its rows, of which wgmma takes any multiple of 8.
     float16_parts: form products of algorithm bf16_x6 from three of float16 parts,
@@ -364,6 +366,7 @@ class PersistentConfig:
   promote: int = 0
   pad: bool = True
   skew: bool = False
+  runs: bool = False
   swap: bool = False
   float16_parts: bool = False
   split_lhs: bool = False

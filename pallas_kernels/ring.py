@@ -27,7 +27,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import lhs_registers, operand_tiles, register_loads, tiles
+from pallas_kernels import (
+  lhs_registers,
+  operand_tiles,
+  register_loads,
+  run_loads,
+  tiles,
+)
 from pallas_kernels.problem import ALONG_M, ALONG_N
 
 # What a thread keeps, by the number of consumers: all CTA's threads share 64 K.
@@ -98,13 +104,24 @@ class Ring:
       empty = plgpu.Barrier(**arrivals)
     staged = self.splits_lhs and self.lhs.emulated
     return (lhs_registers.scratch(self.num_consumers) if staged else {}) | {
-        "lhs_slots": self.lhs.slots(self.num_stages),
+        "lhs_slots": self.lhs.slots(self._num_lhs_slots),
         "rhs_slots": self.rhs.slots(self.num_stages),
         "full": plgpu.Barrier(
             num_arrivals=self.prepared.num_arrivals, num_barriers=num_barriers
         ),
         "empty": empty,
     }
+
+  @property
+  def _num_lhs_slots(self) -> int:
+    return run_loads.num_slots(
+        self.num_stages, self.k_steps, k_major=self.lhs.stays
+    )
+
+  def _lhs_slot(self, first_step):
+    """The slot of an lhs that stays for all k tiles from `first_step` on."""
+    local = lax.div(jnp.int32(first_step), jnp.int32(self.k_steps))
+    return lax.rem(local, jnp.int32(self._num_lhs_slots))
 
   def _slot(self, step):
     return lax.rem(step, jnp.int32(self.num_stages))
@@ -147,6 +164,7 @@ class Ring:
     first_step = local * self.k_steps
     first = lax.rem(producer - lax.rem(first_step, turns) + turns, turns)
     barriers = self._team(first_step) * self.num_stages
+    kept = self._lhs_slot(first_step) if self.lhs.stays else None
 
     def load(turn, places):
       slot, read = places
@@ -170,7 +188,8 @@ class Ring:
           continue
         shared = dict(collective_axes=(axis,), cluster=ctas) if ctas > 1 else {}
         for part in range(operand.num_parts):
-          operand.load(gmem, slots, slot, full, mn=mn, part=part, **at, **shared)
+          to = kept if operand.stays else slot
+          operand.load(gmem, slots, to, full, mn=mn, part=part, **at, **shared)
       if by_registers:
         register_loads.load(*by_registers)
         plgpu.commit_smem()
@@ -183,17 +202,18 @@ class Ring:
     lax.fori_loop(jnp.int32(0), count, load, places)
 
   def consume(
-      self, acc, refs, *, first_step, num_steps, lhs_start, rhs_start, batch=0
+      self, acc, refs, *, first_step, num_steps, lhs_start, rhs_start,
+      tile=(0, 0, 0),
   ):
     """acc += the product of `num_steps` slots; one slot's wgmma stays in flight.
 
     This warpgroup's share of them begins at `lhs_start` and `rhs_start`. They are of
-    product `batch`.
+    the tile that begins at `tile`, (batch, m, k).
     """
-    if self.lhs.way == "skewed":
-      self._consume_skewed(
+    if self.lhs.in_registers:
+      self._consume_fragments(
           acc, refs, first_step=first_step, num_steps=num_steps, start=lhs_start,
-          batch=batch,
+          tile=tile,
       )
       return
     slots = refs["lhs_slots"], refs["rhs_slots"]
@@ -218,7 +238,7 @@ class Ring:
     lax.fori_loop(jnp.int32(0), jnp.int32(num_steps), multiply, (first, first))
     self.finish(refs, step=first_step + num_steps - 1)
 
-  def _consume_skewed(self, acc, refs, *, first_step, num_steps, start, batch):
+  def _consume_fragments(self, acc, refs, *, first_step, num_steps, start, tile):
     """The same, of lhs that goes through registers.
 
     With enough slots the loads of the next are on their way before a slot's wgmma
@@ -226,35 +246,40 @@ class Ring:
     shared memory, and TMA, are in their way.
     """
 
-    barriers = self._team(first_step) * self.num_stages
+    barriers, (batch, m, k) = self._team(first_step) * self.num_stages, tile
+    kept = self._lhs_slot(first_step) if self.lhs.stays else None
+    first_of_tile = lax.rem(jnp.int32(first_step), jnp.int32(self.k_steps))
 
-    def load(slot):
+    def load(slot, i):
       plgpu.barrier_wait(refs["full"].at[slot + barriers])
-      return self.lhs.load_fragments(refs["lhs_slots"], slot, start, batch)
+      return self.lhs.load_fragments(
+          refs["lhs_slots"], kept if self.lhs.stays else slot, start, acc.shape[0],
+          batch=batch, mn=m, k=k, step=first_of_tile + i,
+      )
 
     def multiply(slot, loaded, following=None):
       lhs = self.lhs.fragments(loaded)
-      loaded = None if following is None else load(following)
+      loaded = None if following is None else load(*following)
       operand_tiles.multiply_fragments(acc, lhs, self.prepared, refs["rhs_slots"], slot)
       plgpu.wgmma_wait(0)
       plgpu.barrier_arrive(refs["empty"].at[slot + barriers])
       return loaded
 
-    def alone(_, slot):
-      multiply(slot, load(slot))
+    def alone(i, slot):
+      multiply(slot, load(slot, i))
       return self._after(slot)
 
-    def ahead(_, places):
+    def ahead(i, places):
       slot, loaded = places
       following = self._after(slot)
-      return following, multiply(slot, loaded, following)
+      return following, multiply(slot, loaded, (following, i + 1))
 
     first, zero = self._slot(jnp.int32(first_step)), jnp.int32(0)
     if self.num_stages < _ENOUGH_TO_LOAD_AHEAD:
       lax.fori_loop(zero, jnp.int32(num_steps), alone, first)
       return
     places = lax.fori_loop(
-        zero, jnp.int32(num_steps) - 1, ahead, (first, load(first))
+        zero, jnp.int32(num_steps) - 1, ahead, (first, load(first, zero))
     )
     multiply(*places)
 

@@ -38,19 +38,16 @@ from jax.experimental.mosaic.gpu.launch_context import MemRefTransform
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, memref, vector
-import numpy as np
+from jaxlib.mlir.dialects import arith, memref
 
-from pallas_kernels import compat, tiles
-from pallas_kernels.integers import i32, i32_type, place_of_fragment
+from pallas_kernels import arrivals, compat, fragments, tiles
+from pallas_kernels.fragments import ROWS, TILE_K
+from pallas_kernels.integers import i32, place_of_fragment
 from pallas_kernels.problem import PersistentConfig, Problem
 
 ARRAYS = 8  # Rows of 16-bit elements that lie so many apart are aligned alike.
-TILE_K = 64
-ROWS = 64  # Of a consumer, and of what it multiplies at once.
 _UNIT = 8  # Elements in 16 bytes.
 _MAX_BOX = 256  # Elements of a row that TMA copies.
-_SHAPE = (ROWS, TILE_K)
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 Ref = Any
 
@@ -163,16 +160,8 @@ class Skewed:
     def copy(context, gmem, slot, address, row, col):
       address, row, col = (x.registers.item() for x in (address, row, col))
       one_lane = mgpu.utils.single_thread_predicate(mgpu.utils.ThreadSubset.WARP)
-      # Pallas has a barrier wait for each thread of a warpgroup.
-      for instruction in (
-          f"mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [$0], {num_bytes};",
-          f"mbarrier.arrive.shared::cta.b64 _, [$0], {tiles.WG_THREADS};",
-      ):
-        mgpu.utils.inline_ptx(
-            instruction, address, predicate=one_lane, has_side_effects=True
-        )
-      pointer = llvm.inttoptr(ir.Type.parse("!llvm.ptr<3>"), address)
-      barrier = mgpu.utils.BarrierRef(pointer, i32(0), None, 1)
+      arrivals.expect(address, i32(num_bytes), one_lane)
+      barrier = arrivals.barrier(address)
       for array in range(ARRAYS):
         place, *start = self._begin(array, row, col)
         start = tuple(map(_index, start))
@@ -207,7 +196,9 @@ class Skewed:
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), _SCALAR, _SCALAR),
-        return_type=plgpu.ShapeDtypeStruct(_SHAPE, jnp.int32, layout=plgpu.Layout.WGMMA),
+        return_type=plgpu.ShapeDtypeStruct(
+            (ROWS, TILE_K), jnp.int32, layout=plgpu.Layout.WGMMA
+        ),
     )
     def load(_, slot, start, rotation):
       at = slot, start.registers.item()
@@ -215,35 +206,13 @@ class Skewed:
         words = self._from_rows(*at, rotation.registers.item())
       else:
         words = self._from_columns(*at)
-      return _array([_pair(i32_type(), each) for each in words], True)
+      return fragments.words(words)
 
     return load(slot, jnp.int32(start), jnp.int32(self.rotation(batch)))
 
   def fragments(self, loaded: jax.Array) -> jax.Array:
     """What `load_fragments` loaded, [64, 64] as wgmma takes it."""
-    dtype = jnp.dtype(self.dtype)
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.Layout.WGMMA,),
-        return_type=plgpu.ShapeDtypeStruct(_SHAPE, dtype, layout=plgpu.Layout.WGMMA),
-    )
-    def join(_, loaded):
-      pair_type = ir.VectorType.get((2,), mgpu.utils.dtype_to_ir_type(dtype))
-      found = []
-      for i, pair in enumerate(loaded.registers.flat):
-        word, high = (
-            vector.extract(pair, dynamic_position=[], static_position=[at])
-            for at in range(2)
-        )
-        if not self._is_whole(i % 2):
-          word = mgpu.utils.inline_ptx(
-              "prmt.b32 $0, $1, $2, 0x5410;", word, high, result_types=i32_type()
-          )
-        word = vector.broadcast(ir.VectorType.get((1,), i32_type()), word)
-        found.append(vector.bitcast(pair_type, word))
-      return _array(found, None)
-
-    return join(loaded)
+    return fragments.joined(loaded, self.dtype, self._is_whole)
 
   def _is_whole(self, half: int) -> bool:
     """Whether two elements of k lie in one word: the skew is even."""
@@ -264,10 +233,10 @@ class Skewed:
               self._skew_of(arith.addi(array, rotation)), arith.shli(lane, i32(1))
           ),
       )
-      bases.append(_address(slot, element))
+      bases.append(fragments.address(slot, element))
     return [
-        (_load("b32", bases[half], 16 * block), i32(0)) if self._is_whole(half)
-        else tuple(_load("u16", bases[half], 16 * block + at) for at in (0, 2))
+        (fragments.load("b32", bases[half], 16 * block), i32(0)) if self._is_whole(half)
+        else tuple(fragments.load("u16", bases[half], 16 * block + at) for at in (0, 2))
         for block in range(TILE_K // 8) for half in range(2)
     ]
 
@@ -284,9 +253,9 @@ class Skewed:
           arith.muli(arith.muli(array, i32(rows)), i32(pitch)),
           arith.addi(arith.addi(self._skew_of(array), lead), col),
       )
-      bases.append(_address(slot, element))
+      bases.append(fragments.address(slot, element))
     return [
-        tuple(_load("u16", base, 2 * (block * pitch + 8 * half)) for base in bases)
+        tuple(fragments.load("u16", base, 2 * (block * pitch + 8 * half)) for base in bases)
         for block in range(TILE_K // 8) for half in range(2)
     ]
 
@@ -331,31 +300,3 @@ def check(problem: Problem, config: PersistentConfig) -> str | None:
 
 def _index(value: ir.Value) -> ir.Value:
   return arith.index_cast(ir.IndexType.get(), value)
-
-
-def _address(slot: ir.Value, element: ir.Value) -> ir.Value:
-  return mgpu.utils.getelementptr(
-      mgpu.utils.memref_ptr(slot), [arith.shli(element, i32(1))],
-      ir.IntegerType.get_signless(8),
-  )
-
-
-def _load(kind: str, address, offset: int) -> ir.Value:
-  return mgpu.utils.inline_ptx(
-      f"ld.shared.{kind} $0, [$1 + {offset}];", address, result_types=i32_type(),
-      has_side_effects=True,
-  )
-
-
-def _pair(element: ir.Type, values) -> ir.Value:
-  """A vector of two."""
-  return vector.from_elements(ir.VectorType.get((2,), element), values)
-
-
-def _array(registers: list[ir.Value], is_signed: bool | None) -> mgpu.FragmentedArray:
-  layout, found = mgpu.WGMMA_LAYOUT, np.empty((len(registers),), dtype=object)
-  found[:] = registers
-  return mgpu.FragmentedArray(
-      _registers=found.reshape(layout.registers_shape(_SHAPE)), _layout=layout,
-      _is_signed=is_signed,
-  )

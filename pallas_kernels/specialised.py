@@ -12,9 +12,11 @@ import math
 
 from pallas_kernels import (
   accumulate,
+  fragments,
   lhs_registers,
   parts,
   register_loads,
+  run_loads,
   scales,
   skewed,
   tiles,
@@ -119,23 +121,28 @@ def _check_loads(problem: Problem, config: PersistentConfig) -> str | None:
   return None
 
 
-def check_skew(problem: Problem, config: PersistentConfig) -> str | None:
-  """Why lhs cannot come skewed, or None."""
-  if not config.skew:
+def check_in_registers(problem: Problem, config: PersistentConfig) -> str | None:
+  """Why lhs cannot come skewed or in runs, or None."""
+  if not (config.skew or config.runs):
     return None
+  if config.skew and config.runs:
+    return "skew=True excludes runs=True"
+  way, check = ("skew", skewed.check) if config.skew else ("runs", run_loads.check)
   product = multiplied(problem, config)
-  if (reason := skewed.check(product, config)) is not None:
+  if (reason := check(product, config)) is not None:
     return reason
   for name, wanted in (("pad", True), ("cluster_n", 1)):
     if getattr(config, name) != wanted:
-      return f"{name}={getattr(config, name)}: skew=True takes {wanted}"
+      return f"{name}={getattr(config, name)}: {way}=True takes {wanted}"
   wg_m, wg_n = wg_tile(config)
-  if wg_m != skewed.ROWS or wg_n != config.tile_n:
-    return f"skew=True: each consumer takes {skewed.ROWS} rows of a tile, all columns"
+  if config.skew and wg_m != fragments.ROWS:
+    return f"skew=True: each consumer takes {fragments.ROWS} rows of a tile"
+  if wg_n != config.tile_n or wg_n > tiles.WGMMA_COLS:
+    return f"{way}=True: one instruction has all columns of a tile"
   epilogue = problem.epilogue
   if epilogue.gated or epilogue.has_c or epilogue.scaling != "none":
-    return "skew=True excludes c, scales and gated products"
-  if config.swap and epilogue.has_bias:
+    return f"{way}=True excludes c, scales and gated products"
+  if config.skew and config.swap and epilogue.has_bias:
     return "skew=True with swap=True excludes bias"
   return None
 
@@ -251,11 +258,13 @@ def epilogue_room(
   """Shared memory that the ring, the barriers and `others` leave; less than 0: too much.
   """
   ring = config.num_stages * slot_bytes(problem, config)
+  if config.runs:
+    ring += run_loads.slots_bytes(multiplied(problem, config), config)
   return tiles.SMEM_LIMIT_BYTES - ring - tiles.BARRIER_BYTES - others
 
 
 def slot_bytes(problem: Problem, config: PersistentConfig) -> int:
-  """Shared memory of one slot of the ring."""
+  """Shared memory of one slot of the ring, but for an lhs that comes in runs."""
   if config.split_lhs:
     return lhs_registers.slot_bytes(config)
   split, product = parts.of(problem, config), multiplied(problem, config)
@@ -264,6 +273,8 @@ def slot_bytes(problem: Problem, config: PersistentConfig) -> int:
   if config.skew:
     k_major = product.lhs_layout == "k-major"
     lhs_parts, lhs_bytes = 0, skewed.slot_bytes(config.tile_m, k_major=k_major)
+  elif config.runs:
+    lhs_parts = 0
   return lhs_bytes + tiles.slot_bytes(
       product, config.tile_m, config.tile_n, config.tile_k, lhs_parts=lhs_parts,
       rhs_parts=rhs_parts,

@@ -60,7 +60,7 @@ def supports(problem: Problem, config: SplitKConfig) -> str | None:
       tiles.check_problem(problem)
       or specialised.check_parts(problem, config, supports)
       or specialised.check_swap(problem, config)
-      or specialised.check_skew(problem, config)
+      or specialised.check_in_registers(problem, config)
       or specialised.check_config(*_first_kernel(problem, config))
       or tiles.check_smem(smem_bytes(problem, config))
   )
