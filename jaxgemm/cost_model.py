@@ -156,15 +156,18 @@ def _busy(work: Work, device: Device, model: Model) -> float:
     promotion = soft_max(matrix, splitting, model.beside) - matrix - bookkeeping
   if work.num_products == 1:  # Parts stay for several products.
     matrix = max(matrix, work.shared_bytes / model.shared_rate)
-  if work.skewed:
-    matrix += model.skew
+  reading = 0.0  # Of lhs, into registers.
+  if work.lhs_runs:
+    reading = model.run * work.conflicts * warpgroup_tile(config)[0] / 64
+  elif work.in_registers:
+    reading = model.skew
   store = _store(work, model)
 
-  def busy_with(together: int) -> float:
+  def busy_with(together: int, reading: float = reading) -> float:
     """Time of as many tiles on one SM, at once: they hide each other's waits."""
     alone = model.solo if not work.has_roles and together == 1 else 1.0
     wait = (model.wait + supply) / (together * ahead)
-    step = soft_max(max(matrix * alone, supply), wait)
+    step = soft_max(max((matrix + reading) * alone, supply), wait)
     if work.cluster_k > 1 and work.has_roles:
       step *= model.k_cluster
     step += bookkeeping / together + promotion
@@ -177,7 +180,8 @@ def _busy(work: Work, device: Device, model: Model) -> float:
 
   if in_turn:  # Each tile but the last is stored while the next is multiplied.
     tile = busy_with(1)
-    again = max(tile - store, tile / 2, store if work.masked else 0.0)
+    hidden = busy_with(1, reading / 2) if work.lhs_runs else tile
+    again = max(hidden - store, tile / 2, store if work.masked else 0.0)
     return tile + (work.per_sm - 1) * again
   resident = 1 if work.has_roles else _resident(problem, work.kernel, config)
   rounds, rest = divmod(work.per_sm, resident)
@@ -199,7 +203,7 @@ def _matrix(work: Work, device: Device, model: Model) -> float:
   if wg_n > tiles.WGMMA_COLS:
     matrix *= model.wide
   block = tiles.swizzle_elems(problem.dtype)
-  if wg_n > block and wg_n % block == 0 and not work.skewed:
+  if wg_n > block and wg_n % block == 0 and not work.in_registers:
     if operand_tiles.ways(problem)[1] == "chunks":
       matrix *= model.chunks
   return matrix

@@ -19,10 +19,11 @@ from pallas_kernels import (
   KERNELS,
   accumulate,
   direct,
+  fragments,
   gemv,
   lhs_registers,
   parts,
-  skewed,
+  run_loads,
   specialised,
   tiles,
 )
@@ -107,6 +108,8 @@ _SPLITS_K = 1 << 19  # Elements of a result: of fewer, cuBLAS splits k.
 _LEAST_STAGES = 4  # Where consumers split lhs: one slot is split, one multiplied.
 _LEAST_HALVES = 1 << 17  # Elements of a result from float16 parts.
 _LEAST_SKEWED = 9e6  # Bytes of an operand: a pass over fewer takes less.
+_LEAST_RUNS = 1e6  # The same, in tiles of whole rows.
+_MOST_CONFLICTS = 4.0  # Of runs; with 7.5 256x257x64x257 took 35 us, skewed 21.
 _MAX_STAGES = 16
 _ENOUGH_STAGES = 4  # With fewer, one more may be worth smaller pieces of the result.
 _IN_FLIGHT_US = 1.7  # That loads are under way at least, where the memory is busy.
@@ -153,6 +156,7 @@ def _configs(problem: Problem, device: Device) -> Iterator[tuple[str, Config]]:
       if shape not in shapes:
         yield from _specialised(problem, product, device, (*shape, swap), splits=False)
     yield from _skewed_configs(problem, product, device, swap)
+    yield from _run_configs(problem, product, device, swap)
 
 
 def _skewed_configs(
@@ -164,8 +168,27 @@ def _skewed_configs(
     return
   for consumers in (1, 2):
     for cols in tile_shapes.skewed(product, device, consumers):
-      shape = skewed.ROWS * consumers, cols, consumers, "m", swap
+      shape = fragments.ROWS * consumers, cols, consumers, "m", swap
       yield from _specialised(problem, product, device, shape, skew=True)
+
+
+def _run_configs(
+    problem: Problem, product: Problem, device: Device, swap: bool
+) -> Iterator[tuple[str, Config]]:
+  """The same in tiles of whole rows of lhs, whose threads find their words in many banks.
+  """
+  cols = product.lhs_shape[2]
+  k_major = product.lhs_layout == "k-major"
+  if not cols % tiles.tma_stride_elems(product.dtype) or product.itemsize != 2:
+    return
+  if math.prod(product.lhs_shape) * product.itemsize < _LEAST_RUNS:
+    return
+  if run_loads.conflicts(cols, k_major=k_major) > _MOST_CONFLICTS:
+    return
+  for rows, consumers, wg_dim in tile_shapes.of_runs(product):
+    for tile_n in tile_shapes.skewed(product, device, consumers):
+      shape = rows, tile_n, consumers, wg_dim, swap
+      yield from _specialised(problem, product, device, shape, runs=True)
 
 
 def _direct_configs(
@@ -279,6 +302,8 @@ def _specialised(
   if _wasteful(product, tile_m, tile_n) or _breaks_lines(product, tile_n):
     return
   like, num_tiles = _alike(problem), _num_tiles(product, tile_m, tile_n)
+  if fields.get("runs"):
+    like = problem  # Its slots have whole rows.
   # Larger tiles are of no use where most SMs get none.
   smallest = 64 * 64 * (1 + problem.epilogue.gated)
   enough = device.num_sms // 4 if tile_m * tile_n > smallest else 1
@@ -333,14 +358,25 @@ def _staged(
   if splits > 1:
     kernel = KERNELS["split_k"]
     config = SplitKConfig(**fields, num_stages=0, splits=splits, cluster_k=cluster_k)
-  slot = specialised.slot_bytes(like, config)
-  stages = (tiles.SMEM_LIMIT_BYTES - kernel.smem_bytes(like, config)) // slot
+  stages = _most_stages(kernel, like, config)
   found = [dataclasses.replace(config, num_stages=min(_MAX_STAGES, stages))]
   if stages < _ENOUGH_STAGES:
     more = dataclasses.replace(config, num_stages=stages + 1)
     if kernel.smem_bytes(like, more) <= tiles.SMEM_LIMIT_BYTES:
       found.append(more)
   return found
+
+
+def _most_stages(kernel, like: Problem, config: PersistentConfig) -> int:
+  """Slots that shared memory has room for."""
+  if config.runs:  # Those of lhs are not as many as the ring's.
+    for stages in range(_MAX_STAGES, 0, -1):
+      more = dataclasses.replace(config, num_stages=stages)
+      if kernel.smem_bytes(like, more) <= tiles.SMEM_LIMIT_BYTES:
+        return stages
+    return 0
+  left = tiles.SMEM_LIMIT_BYTES - kernel.smem_bytes(like, config)
+  return left // specialised.slot_bytes(like, config)
 
 
 def _without_queue(
@@ -395,6 +431,9 @@ def _with_loads(
   Those wait for their bytes one k tile at a time, and use all slots: by tiles of 128x64
   512x197x64x197 TN took 23.5 us with six, 25.8 with three.
   """
+  if config.runs:
+    yield kernel, config
+    return
   yield kernel, _without_queue(problem, config, num_tiles, device)
   if config.consumers == 1 and problem.itemsize == 2:
     if passes(problem, config):

@@ -118,6 +118,18 @@ def skewed(product: Problem, device: Device, consumers: int) -> list[int]:
   return sorted(cols for cols in found if cols <= tiles.WGMMA_COLS)
 
 
+def of_runs(product: Problem) -> list[tuple[int, int, str]]:
+  """(rows, consumers, what they share out) of tiles of whole rows of lhs.
+
+  Tiles with all of m share no other rows, so that a consumer may have two times 64.
+  """
+  if product.lhs_layout == "k-major":
+    return [(64, 2, "tile"), (128, 2, "m")]
+  rows = tiles.round_up(product.m, 64)
+  consumers = {64: 1, 128: 2, 192: 3, 256: 2}
+  return [(rows, consumers[rows], "m")] if rows in consumers else []
+
+
 def _equal_parts(product: Problem) -> set[int]:
   """Columns of tiles of which one to four cover those of a result."""
   parts = range(tiles.cdiv(product.n, specialised.MAX_TILE_N), 5)

@@ -42,6 +42,8 @@ def row_costs(work: Work, model: Model, crooked_rows: float) -> tuple[float, flo
     if operand not in work.padded:
       share = max(share, crooked(shape[-1] * problem.itemsize, model))
     extra += crooked_rows * share
+    if operand == "lhs" and work.lhs_runs:
+      extra = 0.0
     costs.append(1.0 + extra * tiles.SWIZZLE_BYTES / row_bytes)
   return costs[0], costs[1]
 
@@ -58,7 +60,7 @@ def supply(work: Work, model: Model) -> float:
   """Time to bring what one step multiplies into shared memory."""
   problem, config = work.problem, work.config
   rows = config.tile_m  # Those beyond the last are not loaded, if lhs is k-major.
-  if problem.lhs_layout == "k-major":
+  if problem.lhs_layout == "k-major" or work.lhs_runs:
     rows = min(rows, problem.m)
   cols = tiles.round_up(config.tile_n, tiles.rhs_block(problem))
   share_rhs, share_lhs = work.multicast
@@ -80,7 +82,7 @@ def supply(work: Work, model: Model) -> float:
   by_tma += model.same_lines * _crowding(work) / model.l2_rate
   # The lines of the only tile along m, or n, are asked for by all clusters at once.
   hot = 0.0
-  if problem.m <= config.tile_m and "lhs" not in work.padded:
+  if problem.m <= config.tile_m and "lhs" not in work.padded and not work.lhs_runs:
     hot += crooked(problem.lhs_shape[-1] * problem.itemsize, model) / share_lhs
   if problem.product_n <= config.tile_n and "rhs" not in work.padded:
     hot += crooked(problem.rhs_shape[-1] * problem.itemsize, model) / share_rhs
@@ -99,7 +101,8 @@ def _crowding(work: Work) -> float:
       ("rhs", problem.rhs_shape, problem.rhs_layout, work.config.tile_n, share_rhs),
   ):
     row_bytes = shape[-1] * problem.itemsize
-    if layout == "k-major" and operand not in work.padded:
+    in_rows = operand not in work.padded and not (operand == "lhs" and work.lhs_runs)
+    if layout == "k-major" and in_rows:
       crowded += tile_mn * max(tiles.SWIZZLE_BYTES / row_bytes - 1, 0.0) / share
   return crowded
 

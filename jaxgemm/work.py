@@ -13,6 +13,7 @@ from pallas_kernels import (
   exchange,
   operand_tiles,
   parts,
+  run_loads,
   specialised,
   tiles,
 )
@@ -46,7 +47,8 @@ class Work:
     row_bytes: of the result, as it is stored.
     masked: whether TMA cannot store it (rows begin 16 bytes apart there).
     runs: whether its tiles leave in one bulk copy each all the same.
-    skewed: whether lhs comes skewed.
+    in_registers: whether lhs comes skewed or in runs, and goes through registers.
+    lhs_runs: whether it comes in runs.
     promotes: whether consumers stop to add their sums to rounded ones.
   """
 
@@ -67,8 +69,10 @@ class Work:
 
     self.splits, self.cluster_k = _of(config, "splits"), _of(config, "cluster_k")
     self.sums = self.splits // self.cluster_k
-    self.skewed = bool(getattr(config, "skew", False))
-    interleaved = self.skewed and specialised.interleaves(problem, config)
+    self.lhs_runs = bool(getattr(config, "runs", False))
+    skewed = bool(getattr(config, "skew", False))
+    self.in_registers = skewed or self.lhs_runs
+    interleaved = skewed and specialised.interleaves(problem, config)
     self.masked = self.sums == 1 and (
         kernel == direct.NAME or self.row_bytes % 16 > 0 or interleaved
     )
@@ -134,6 +138,16 @@ class Work:
     count = tiles.cdiv(wg_n, tiles.WGMMA_COLS)
     read = parts * (wg_m // 64) * (64 * count + wg_n)
     return tiles.SWIZZLE_BYTES * (config.tile_m + config.tile_n + read)
+
+  @property
+  def conflicts(self) -> float:
+    """Times that a warp's load of an lhs that comes in runs takes, for equal banks."""
+    if not self.lhs_runs:
+      return 0.0
+    problem = self.problem
+    return run_loads.conflicts(
+        problem.lhs_shape[2], k_major=problem.lhs_layout == "k-major"
+    )
 
   @property
   def num_shares(self) -> int:

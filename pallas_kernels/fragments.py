@@ -10,7 +10,6 @@ Source: the fragments are those of the PTX manual for wgmma's matrix A in regist
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 from jax.experimental.mosaic import gpu as mgpu
@@ -112,5 +111,3 @@ def _array(
       _is_signed=is_signed,
   )
 
-
-Ref = Any

@@ -19,6 +19,8 @@ Source: the PTX manual's cp.async.bulk; `run_stores` has results leave in the sa
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from typing import Any
 
 import jax
@@ -42,6 +44,7 @@ from pallas_kernels.integers import (
 from pallas_kernels.problem import PersistentConfig, Problem
 
 _UNIT = 8  # Elements in 16 bytes.
+_BANKS = 32  # Of shared memory, words of 32 bits in turn.
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 Ref = Any
 
@@ -113,14 +116,15 @@ class Run:
       num_bytes = arith.andi(arith.addi(end, i32(15)), i32(-16))
       source = arith.addi(i64_address(mgpu.utils.memref_ptr(gmem)), begin)
       target = mgpu.utils.memref_ptr(slot)
+      none = arith.cmpi(arith.CmpIPredicate.eq, rows, i32(0))
       if last := 2 * size % 16:
         # The array's own last unit is no whole one: threads copy its elements.
         whole = const64(2 * size - last)
         most = arith.subi(whole, begin)
         most = arith.trunci(i32_type(), arith.minsi(most, i64(num_bytes)))
+        most = arith.select(none, end, most)
         _copy_elements(source, target, most, end)
         num_bytes = most
-      none = arith.cmpi(arith.CmpIPredicate.eq, rows, i32(0))
       num_bytes = arith.select(none, i32(0), num_bytes)
       arrivals.expect(address, num_bytes, one_lane)
       some = less(i32(0), num_bytes)
@@ -216,9 +220,6 @@ class Run:
     ]
 
   def _load(self, kind: str, base, offset: int, valid, place: int) -> ir.Value:
-    k = self.cols if self.k_major else self.rows
-    if k % TILE_K == 0:
-      return fragments.load(kind, base, offset)
     return fragments.load_within(kind, base, offset, valid, place)
 
 
@@ -238,6 +239,23 @@ def check(problem: Problem, config: PersistentConfig) -> str | None:
   if k_major and getattr(config, "splits", 1) > 1:
     return f"splits={config.splits}: runs=True takes all of k in a tile"
   return None
+
+
+@functools.lru_cache(maxsize=256)
+def conflicts(cols: int, *, k_major: bool) -> float:
+  """How many words of one bank a warp's load of rows of `cols` elements wants, at most.
+
+  The mean over where the rows may begin.
+  """
+  found = []
+  for phase in range(_UNIT):
+    banks = [set() for _ in range(_BANKS)]
+    for group, lane in itertools.product(range(8), range(4)):
+      at = (group, 2 * lane) if k_major else (2 * lane, group)
+      word = (at[0] * cols + at[1] + phase) // 2
+      banks[word % _BANKS].add(word)
+    found.append(max(map(len, banks)))
+  return sum(found) / _UNIT
 
 
 def num_slots(stages: int, k_steps: int, *, k_major: bool) -> int:

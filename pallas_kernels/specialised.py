@@ -28,6 +28,7 @@ from pallas_kernels.problem import PersistentConfig, Problem
 MAX_TILE_N = 384  # Columns of a tile: those of two wgmma that need 192 registers.
 LOADING_PRODUCERS = 3  # Where registers load operands: see `num_producers`.
 MAX_BARRIERS = 32  # In one array of barriers.
+MAX_SUMS_BESIDE_LHS = 128  # The same beside lhs in registers; with 160 ptxas spills.
 MAX_UNTRADED_SUMS = 64  # Registers of an accumulator beside producers that need some.
 Supports = Callable[[Problem, PersistentConfig], str | None]
 
@@ -139,6 +140,8 @@ def check_in_registers(problem: Problem, config: PersistentConfig) -> str | None
     return f"skew=True: each consumer takes {fragments.ROWS} rows of a tile"
   if wg_n != config.tile_n or wg_n > tiles.WGMMA_COLS:
     return f"{way}=True: one instruction has all columns of a tile"
+  if wg_m * wg_n > MAX_SUMS_BESIDE_LHS * tiles.WG_THREADS:
+    return f"{way}=True: sums of {wg_m}x{wg_n} leave too few registers for lhs"
   epilogue = problem.epilogue
   if epilogue.gated or epilogue.has_c or epilogue.scaling != "none":
     return f"{way}=True excludes c, scales and gated products"
