@@ -69,6 +69,7 @@ _CHOICES = {
     "grid_width": (1, 3, 8),
     "pad": (True, True, False),
     "skew": (False, False, True),
+    "runs": (False, False, True),
     "swap": (False, False, True),
     "splits": range(1, 17),
     "cluster_k": (1, 1, 2, 3, 4, 5, 8),

@@ -50,7 +50,7 @@ CALLS = (
 )
 _WGMMA = "the emulator multiplies at once: only the chip leaves wgmma in flight"
 _REGISTERS = "register loads run on the chip alone"
-_SKEWED = "lhs comes skewed on the chip alone"
+_SKEWED = "lhs comes skewed, or in runs, on the chip alone"
 SURVIVORS = dict.fromkeys(
     (
         "blocked.launch._kernel._multiply.step.wgmma_wait",
@@ -70,9 +70,9 @@ SURVIVORS = dict.fromkeys(
     _REGISTERS,
 ) | dict.fromkeys(
     (
-        "ring.Ring._consume_skewed.load.barrier_wait",
-        "ring.Ring._consume_skewed.multiply.wgmma_wait",
-        "ring.Ring._consume_skewed.multiply.barrier_arrive",
+        "ring.Ring._consume_fragments.load.barrier_wait",
+        "ring.Ring._consume_fragments.multiply.wgmma_wait",
+        "ring.Ring._consume_fragments.multiply.barrier_arrive",
     ),
     _SKEWED,
 ) | {

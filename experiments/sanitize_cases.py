@@ -205,6 +205,9 @@ CASES: dict[str, Case] = {
     "persistent skewed": _persistent(_with(PLAIN, k=327), _config(skew=True)),
     "persistent skewed swap": _persistent(
         _laid_out(_with(PLAIN, m=304, n=333), "tn"), _config(skew=True, swap=True)),
+    "persistent runs": _persistent(_with(PLAIN, m=197, k=205), _config(runs=True)),
+    "persistent runs of columns": _persistent(
+        _laid_out(_with(PLAIN, m=99), "tn"), _config(runs=True)),
     "persistent swap": _persistent(
         _with(PLAIN, m=24), _config(tile_m=64, tile_n=32, consumers=1, swap=True)),
     "persistent swap turns": _persistent(

@@ -63,7 +63,7 @@ class Model:
   lhs_split_three: float = 0.70
   beside: float = 1.8  # Power of the mean of that and its wgmma: partly at once.
   skew: float = 0.15  # Of a k tile of lhs that comes skewed: into registers.
-  run: float = 0.12  # Of 64 rows of one that comes in runs, for each of equal banks.
+  run: float = 0.11  # Of 64 rows of one that comes in runs, for each of equal banks.
   exchange_rate: float = 11e3  # Through distributed shared memory.
   k_cluster: float = 1.09  # Of k tiles, where a cluster shares out k.
   energy: float = 1.18  # Of an operation, at the highest clocks: 1 is what power allows.

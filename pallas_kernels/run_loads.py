@@ -43,7 +43,8 @@ from pallas_kernels.integers import (
 )
 from pallas_kernels.problem import PersistentConfig, Problem
 
-_UNIT = 8  # Elements in 16 bytes.
+_BYTES = 16  # That addresses and sizes of a bulk copy are multiples of: a unit.
+_UNIT = _BYTES // 2  # Its elements.
 _BANKS = 32  # Of shared memory, words of 32 bits in turn.
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 Ref = Any
@@ -102,36 +103,19 @@ class Run:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), *(_SCALAR,) * 4))
     def copy(_, gmem, slot, *scalars):
-      address, batch, row, wanted = (x.registers.item() for x in scalars)
+      address, *scalars = (x.registers.item() for x in scalars)
       one_lane = mgpu.utils.single_thread_predicate(mgpu.utils.ThreadSubset.WARP)
-      row_bytes = 2 * self.cols
-      rows = arith.minsi(arith.subi(i32(self.rows), row), i32(self.tile_rows))
-      rows = arith.maxsi(arith.muli(rows, wanted), i32(0))
-      if self.batched:
-        row = arith.addi(row, arith.muli(batch, i32(self.rows)))
-      begin = arith.muli(i64(row), const64(row_bytes))
-      phase = arith.trunci(i32_type(), arith.andi(begin, const64(15)))
-      begin = arith.subi(begin, i64(phase))  # Of the slot's first byte, in memory.
-      end = arith.addi(phase, arith.muli(rows, i32(row_bytes)))  # Of it in the slot.
-      num_bytes = arith.andi(arith.addi(end, i32(15)), i32(-16))
+      begin, num_bytes, end = self._places(size, *scalars)
       source = arith.addi(i64_address(mgpu.utils.memref_ptr(gmem)), begin)
       target = mgpu.utils.memref_ptr(slot)
-      none = arith.cmpi(arith.CmpIPredicate.eq, rows, i32(0))
-      if last := 2 * size % 16:
-        # The array's own last unit is no whole one: threads copy its elements.
-        whole = const64(2 * size - last)
-        most = arith.subi(whole, begin)
-        most = arith.trunci(i32_type(), arith.minsi(most, i64(num_bytes)))
-        most = arith.select(none, end, most)
-        _copy_elements(source, target, most, end)
-        num_bytes = most
-      num_bytes = arith.select(none, i32(0), num_bytes)
+      if size % _UNIT:
+        _copy_elements(source, target, num_bytes, end)
       arrivals.expect(address, num_bytes, one_lane)
-      some = less(i32(0), num_bytes)
       mgpu.utils.inline_ptx(
           "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
           " [$0], [$1], $2, [$3];",
-          target, source, num_bytes, address, predicate=arith.andi(one_lane, some),
+          target, source, num_bytes, address,
+          predicate=arith.andi(one_lane, less(i32(0), num_bytes)),
           has_side_effects=True,
       )
 
@@ -139,6 +123,28 @@ class Run:
     copy(
         gmem, slot, compat.barrier_address(barrier), *(jnp.int32(x) for x in scalars)
     )
+
+  def _places(self, size: int, batch, row, wanted) -> tuple[Any, Any, Any]:
+    """Of a tile in an array of `size` elements: what is copied, all in bytes.
+
+    Returns:
+      Where the slot's first byte lies in memory, how many are copied in bulk from there,
+      and where those that are wanted end; behind the former, fewer than 16 are left.
+    """
+    rows = arith.minsi(arith.subi(i32(self.rows), row), i32(self.tile_rows))
+    rows = arith.maxsi(arith.muli(rows, wanted), i32(0))
+    if self.batched:
+      row = arith.addi(row, arith.muli(batch, i32(self.rows)))
+    begin = arith.muli(i64(row), const64(2 * self.cols))
+    phase = arith.andi(begin, const64(_BYTES - 1))
+    begin, phase = arith.subi(begin, phase), arith.trunci(i32_type(), phase)
+    end = arith.addi(phase, arith.muli(rows, i32(2 * self.cols)))
+    num_bytes = arith.andi(arith.addi(end, i32(_BYTES - 1)), i32(-_BYTES))
+    if size % _UNIT:  # Nobody owns all of the last unit.
+      whole = arith.subi(const64(2 * (size - size % _UNIT)), begin)
+      num_bytes = arith.trunci(i32_type(), arith.minsi(whole, i64(num_bytes)))
+    some = less(i32(0), rows)
+    return begin, arith.select(some, num_bytes, i32(0)), arith.select(some, end, i32(0))
 
   def load_fragments(self, slot: Ref, start, rows: int, phase, first, valid):
     """`rows` of the tile from `start` on, for `fragments`: int32 [rows, 64] of (m, k).

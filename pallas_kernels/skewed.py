@@ -255,7 +255,9 @@ class Skewed:
       )
       bases.append(fragments.address(slot, element))
     return [
-        tuple(fragments.load("u16", base, 2 * (block * pitch + 8 * half)) for base in bases)
+        tuple(
+            fragments.load("u16", base, 2 * (block * pitch + 8 * half)) for base in bases
+        )
         for block in range(TILE_K // 8) for half in range(2)
     ]
 

@@ -165,7 +165,8 @@ def check_swap(problem: Problem, config: PersistentConfig) -> str | None:
     return "swap=True excludes slopes"
   if epilogue.c_dtype == "float32":
     return "swap=True takes c of 16 bits, not float32"
-  if problem.n % tiles.tma_stride_elems(problem.out_dtype) and not config.skew:
+  through_registers = config.skew or config.runs
+  if problem.n % tiles.tma_stride_elems(problem.out_dtype) and not through_registers:
     return f"swap=True: TMA cannot store rows of n={problem.n} elements"
   return None
 

@@ -32,6 +32,9 @@ LAYOUTS = {
 SKEWED_FIELDS = dict(tile_m=64, tile_n=64, consumers=1, num_stages=4, skew=True)
 SKEWED = [(layouts, swap) for swap in (False, True) for layouts in LAYOUTS]
 
+# Of lhs that comes in runs of whole rows: their configs.
+RUN_FIELDS = dict(tile_m=64, tile_n=64, consumers=1, num_stages=4, runs=True)
+
 KERNELS_AND_DTYPES = [
     (kernel, dtype)
     for kernel in TILE_KERNELS

@@ -122,8 +122,8 @@ def test_threads_load_their_elements(in_integers, monkeypatch, k_major, batch, c
     assert rest == 0 and (kind != "b32" or at % 2 == 0)
     return slot[at : at + 2] if kind == "b32" else slot[at]
 
-  monkeypatch.setattr(skewed, "_address", lambda _, element: element)
-  monkeypatch.setattr(skewed, "_load", load)
+  monkeypatch.setattr(skewed.fragments, "address", lambda _, element: element)
+  monkeypatch.setattr(skewed.fragments, "load", load)
   for thread, start in itertools.product(range(128), (0, 64)):
     warp, group, lane = thread // 32, thread % 32 // 4, thread % 4
     monkeypatch.setattr(skewed, "place_of_fragment", lambda at=(warp, group, lane): at)
@@ -182,7 +182,7 @@ def test_emulated(layouts, swap):
         (dict(layouts="TN"), dict(tile_m=256, consumers=2), "TMA copies 256"),
         ({}, dict(tile_k=128), "tile_k=128"),
         ({}, dict(tile_m=128), "64 rows of a tile"),
-        ({}, dict(consumers=2, wg_dim="n"), "64 rows of a tile"),
+        ({}, dict(tile_n=128, consumers=2, wg_dim="n"), "all columns of a tile"),
         ({}, dict(pad=False), "pad=False"),
         ({}, dict(cluster_n=2), "cluster_n=2"),
         (dict(epilogue=Epilogue(beta=1.0, c_dtype="bfloat16")), {}, "excludes c"),
