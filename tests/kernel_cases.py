@@ -65,12 +65,12 @@ def small_config(kernel: str, dtype="bfloat16", **fields):
 
 
 def mostly_slow(values, short: int = 1) -> list:
-  """Parameters of which only the first `short` are in the short set of tests.
+  """Parameters of which the first `short` are in the short set of tests, and `make test`.
 
-  `make test` has one more of them, `make test-all` has all.
+  `make test-all` has all.
   """
   return [
-      value if i < short else slow(value) if i == short else more(value)
+      value if i < short else more(value)
       for i, value in enumerate(values)
   ]
 
@@ -123,18 +123,18 @@ CHUNKED_TILES = (
 N_MAJOR_TILES = (
     ("persistent", dict(tile_m=128, tile_n=144)),
     ("persistent", dict(tile_m=128, tile_n=288, num_stages=3, cluster_m=2)),
-    ("persistent", dict(tile_m=192, tile_n=80, consumers=3, cluster_n=2)),
+    more("persistent", dict(tile_m=192, tile_n=80, consumers=3, cluster_n=2)),
     ("persistent", dict(tile_m=128, tile_n=112, wg_dim="tile")),
     ("persistent", dict(tile_m=64, tile_n=16, consumers=1, promote=2)),
     ("split_k", dict(tile_m=64, tile_n=48, consumers=1, cluster_k=2)),
     ("pipelined", dict(tile_m=64, tile_n=32)),
     ("blocked", dict(tile_m=128, tile_n=96)),
     ("direct", dict(tile_m=64, tile_n=32)),
-    ("direct", dict(tile_m=128, tile_n=16)),
-    ("persistent", dict(tile_m=256, tile_n=136, num_stages=3)),
+    more("direct", dict(tile_m=128, tile_n=16)),
+    more("persistent", dict(tile_m=256, tile_n=136, num_stages=3)),
     more("persistent", dict(tile_m=128, tile_n=88, wg_dim="tile", promote=2)),
     more("persistent", dict(tile_m=64, tile_n=328, consumers=1, num_stages=3)),
-    ("split_k", dict(tile_m=64, tile_n=40, consumers=1, cluster_k=2)),
+    more("split_k", dict(tile_m=64, tile_n=40, consumers=1, cluster_k=2)),
     more("pipelined", dict(tile_m=64, tile_n=24)),
     more("blocked", dict(tile_m=128, tile_n=104)),
 )
@@ -145,8 +145,8 @@ SWAPPED_TILES = (
     (dict(tile_m=128, tile_n=144), 288, 328),
     (dict(tile_m=64, tile_n=16, consumers=1, num_stages=6), 9, 136),
     (dict(tile_m=128, tile_n=80, wg_dim="tile"), 130, 520),
-    (dict(tile_m=192, tile_n=96, consumers=3, cluster_m=2), 70, 776),
-    (dict(tile_m=64, tile_n=320, consumers=1), 305, 200),
+    more(dict(tile_m=192, tile_n=96, consumers=3, cluster_m=2), 70, 776),
+    more(dict(tile_m=64, tile_n=320, consumers=1), 305, 200),
     (dict(tile_m=128, tile_n=64, wg_dim="m", cluster_n=4), 200, 72),
     more(dict(tile_m=256, tile_n=136, num_stages=3), 272, 520),
     (dict(tile_m=64, tile_n=24, consumers=1), 23, 200),

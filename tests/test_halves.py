@@ -77,8 +77,11 @@ def test_split_k(fields):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shared", [{}, {"lhs_batched": False}, {"rhs_batched": False}],
-                         ids=str)
+@pytest.mark.parametrize(
+    "shared",
+    kernel_cases.mostly_more([{"lhs_batched": False}, {"rhs_batched": False}, {}]),
+    ids=str,
+)
 def test_batches_and_epilogues(shared):
   epilogue = Epilogue(0.5, -2.0, "float32")
   check(problem_of(70, 130, 100, "TN", batch=2, **shared, epilogue=epilogue), SMALL)

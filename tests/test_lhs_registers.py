@@ -54,8 +54,8 @@ def test_swapped(layouts):
     [
         (64, {}),
         pytest.param(40, dict(cluster_m=2), marks=pytest.mark.slow),
-        pytest.param(136, {}, marks=pytest.mark.slow),
-        pytest.param(197, dict(tile_m=192, consumers=3), marks=pytest.mark.slow),
+        kernel_cases.more(136, {}),
+        kernel_cases.more(197, dict(tile_m=192, consumers=3)),
     ],
     ids=str,
 )
@@ -67,7 +67,10 @@ def test_n_major_rhs_as_it_is(cols, fields):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
-    [dict(tile_m=64, consumers=1), dict(tile_m=192, consumers=3), dict(cluster_m=2)],
+    kernel_cases.mostly_more(
+        [dict(tile_m=64, consumers=1), dict(cluster_m=2), dict(tile_m=192, consumers=3)],
+        kept=2,
+    ),
     ids=str,
 )
 def test_configs(fields):

@@ -15,6 +15,7 @@ import pytest
 import jaxgemm
 from jaxgemm import reference
 from pallas_kernels import activations
+from tests import kernel_cases
 from tests.product_cases import count_primitives, cuda_kernels, normal
 
 NAMES = ("x", "w", "bias", "residual")
@@ -299,7 +300,7 @@ def concatenated(values):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("n", [64, 40])
+@pytest.mark.parametrize("n", kernel_cases.mostly_more([40, 64]))
 def test_a_kernel_reads_both_weights_from_one_array(n, transposed, rng):
   values = gated_operands(rng, "bfloat16", (200,), 96, n)
   wanted = in_float64(gated_unfused, values)
