@@ -18,9 +18,10 @@ work while a tile is stored:
   consumer 1                                   | wgmma of tile 1 | epilogue, store
 
 With `pad` false, three producers load what TMA cannot take through registers, k tiles
-in turn; with `skew` TMA brings such an lhs all the same (see `skewed`). With clusters,
-two or four neighbours along m share the rhs tile, and neighbours along n the lhs tile:
-each loads its part of it and multicasts it to all.
+in turn; with `skew` TMA brings such an lhs all the same (see `skewed`), with `runs` bulk
+copies bring whole rows of it (see `run_loads`). With clusters, two or four neighbours
+along m share the rhs tile, and neighbours along n the lhs tile: each loads its part of it
+and multicasts it to all.
 
 Barriers: see `ring`. Constraints: see `specialised`.
 Source: the warp-specialised persistent schedules, cooperative and ping-pong, of

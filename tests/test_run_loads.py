@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 
-from jaxgemm import heuristics
+from jaxgemm import cost_model, heuristics
 from jaxgemm.device import known_device
 from pallas_kernels import KERNELS, run_loads
 from pallas_kernels.problem import Epilogue
@@ -94,7 +94,7 @@ def shown(
 
 @given(
     rows=st.integers(1, 150), cols=st.integers(1, 150), k_major=st.booleans(),
-    batched=st.booleans(), at=st.integers(0, 2), batch=st.integers(0, 2),
+    batched=st.booleans(), at=st.integers(0, 2), batch=st.integers(0, 7),
     tile_m=st.sampled_from([64, 128]),
 )
 @settings(
@@ -107,7 +107,7 @@ def test_threads_find_their_elements(
   """All of a tile that the product has; zeros beyond k, whatever lies there."""
   tile_m = tile_m if k_major else -(-cols // 64) * 64
   run = run_loads.Run(rows, cols, tile_m, k_major, "bfloat16", batched)
-  products = 3 if batched else 1
+  products = 8 if batched else 1  # So that the array ends with a unit, not each of them.
   flat = 1.0 + np.arange(products * rows * cols, dtype=np.float64)
   row = at * run.tile_rows % (-(-rows // run.tile_rows) * run.tile_rows)
   first = 64 * at if k_major and 64 * at < cols else 0
@@ -154,6 +154,17 @@ def test_slots_of_tiles_that_stay(stages, k_steps, late):
 )
 def test_conflicts(cols, k_major, wanted):
   assert run_loads.conflicts(cols, k_major=k_major) == wanted
+
+
+def test_rows_that_begin_in_the_same_bank_cost_more():
+  config = small_config("persistent", **FIELDS | dict(tile_m=128, consumers=2))
+  crowded, spread = (
+      cost_model.estimate(
+          make_problem(200, 64, k, "NN", batch=256), "persistent", config, H200
+      ).time_us
+      for k in (257, 259)
+  )
+  assert crowded > 1.5 * spread
 
 
 CASES = [  # Sizes, layouts, kernel, fields.
