@@ -110,4 +110,3 @@ def _array(
       _registers=found.reshape(layout.registers_shape((rows, TILE_K))), _layout=layout,
       _is_signed=is_signed,
   )
-

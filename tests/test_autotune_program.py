@@ -120,6 +120,7 @@ def test_the_command_line():
   assert "failed: xla: out of memory" in run.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flag, message",
     [

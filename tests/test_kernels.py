@@ -93,6 +93,7 @@ def test_clusters(cluster, wg_dim):
   check("persistent", make_problem(384, 384, 200, "NT"), config, num_sms=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cluster", [(4, 1), (1, 4), (2, 2)], ids=str)
 @pytest.mark.parametrize("layouts", mostly_slow(["NN", "TT"]))
 def test_clusters_and_results_smaller_than_they(cluster, layouts):
@@ -101,6 +102,7 @@ def test_clusters_and_results_smaller_than_they(cluster, layouts):
   check("persistent", make_problem(40, 72, 200, layouts), config, num_sms=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", mostly_slow(kernel_cases.CHUNKED_TILES, 3), ids=str)
 def test_operands_in_chunks(fields):
   """TMA takes their strides, but tiles them only where they are multiples of a tile."""
@@ -109,6 +111,7 @@ def test_operands_in_chunks(fields):
   check("persistent", problem, small_config("persistent", **fields), num_sms=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layouts", kernel_cases.mostly_more(["NN", "TT"]))
 @pytest.mark.parametrize("fields, m, n", kernel_cases.SWAPPED_TILES, ids=str)
 def test_swapped_operands(fields, m, n, layouts):
@@ -160,6 +163,7 @@ def test_operands_in_chunks_of_every_kernel(kernel):
   check(kernel, make_problem(200, 328, 140, "TN"), small_config(kernel))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tile_n", mostly_slow([192, 64, 128]))
 @pytest.mark.parametrize("wg_dim", ["m", "n", "tile"])
 def test_many_short_tiles_a_cta(wg_dim, tile_n):
@@ -183,6 +187,7 @@ def test_wide_tiles(fields, n):
   check("persistent", make_problem(260, n, 136, layouts), config, num_sms=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_stages", mostly_slow([3, 2, 4]))
 @pytest.mark.parametrize("k", [64, 128, 320])
 def test_consumers_that_take_tiles_in_turn(num_stages, k):
@@ -221,6 +226,7 @@ def test_tiles_that_pieces_do_not_divide(tile_n, swap):
   check("persistent", make_problem(m, n, 136, "NT"), config, num_sms=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", kernel_cases.mostly_more([201, 328, 320]))
 @pytest.mark.parametrize("layouts", kernel_cases.mostly_more(["TN", "NN"]))
 @pytest.mark.parametrize("kernel, fields", kernel_cases.N_MAJOR_TILES, ids=str)
@@ -229,6 +235,7 @@ def test_columns_between_the_blocks_of_an_n_major_rhs(kernel, fields, layouts, n
   check(kernel, make_problem(200, n, 200, layouts), small_config(kernel, **fields))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_stages", mostly_slow([3, 2, 5]))
 @pytest.mark.parametrize("k", [64, 128, 640])
 def test_rings_longer_and_shorter_than_k(num_stages, k):
@@ -260,6 +267,7 @@ def test_split_k_within_clusters(splits, cluster_k, wg_dim):
   check("split_k", problem, config, num_sms=8)
 
 
+@pytest.mark.slow
 def test_split_k_is_bitwise_the_same_on_every_run():
   problem = make_problem(128, 128, 1024, out_dtype="float32")
   operands = kernel_cases.random_operands(problem)

@@ -43,6 +43,7 @@ def test_layouts(layouts, kernel, fields):
   check(kernel, problem_of(264, 40, 200, layouts), config_of(kernel, **fields))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layouts", LAYOUTS)
 def test_swapped(layouts):
   config = config_of("persistent", swap=True, tile_n=16, num_stages=7)

@@ -139,6 +139,7 @@ def test_fit_refuses_other_rows(tmp_path):
     fit_heuristics.read([tmp_path / "run.jsonl"])
 
 
+@pytest.mark.slow
 def test_fit_finds_a_better_model(sweep_file):
   groups = fit_heuristics.read([sweep_file])
   present = fit_heuristics.loss(groups, MODEL)

@@ -26,6 +26,7 @@ def runs() -> list[train_lm.Run]:
   )
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss_alike(runs):
   for one in runs:
     assert len(one.losses) == 3
@@ -141,6 +142,7 @@ def test_the_model_in_flax_learns_alike():
   assert found["jaxgemm"] == 3 * 7 and found["dot_general"] == 6  # Attention's own.
 
 
+@pytest.mark.slow
 def test_gpt_2_learns_alike():
   """And all layers of a block have what follows the product in its kernel."""
   text = np.frombuffer(b"abc " * 100, np.uint8)
