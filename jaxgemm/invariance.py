@@ -12,8 +12,8 @@ depend on the config only where that
 
 What is left chooses among kernels, tiles, stages, clusters, orders of tiles and the way
 of lhs: out of registers the tensor cores add up as out of shared memory (float32 results
-of lhs that comes skewed or in runs are those of lhs that is padded, bit by bit:
-tests/test_gpu.py).
+of lhs that comes skewed, or in runs, are those of lhs that is padded, bit by bit:
+tests/test_gpu.py, tests/test_run_loads.py).
 
 Source: He et al., "Defeating nondeterminism in LLM inference" (2025).
 """

@@ -43,7 +43,7 @@ def row_costs(work: Work, model: Model, crooked_rows: float) -> tuple[float, flo
       share = max(share, crooked(shape[-1] * problem.itemsize, model))
     extra += crooked_rows * share
     if operand == "lhs" and work.lhs_runs:
-      extra = 0.0
+      extra = 0.0  # It has no rows.
     costs.append(1.0 + extra * tiles.SWIZZLE_BYTES / row_bytes)
   return costs[0], costs[1]
 
@@ -82,7 +82,7 @@ def supply(work: Work, model: Model) -> float:
   by_tma += model.same_lines * _crowding(work) / model.l2_rate
   # The lines of the only tile along m, or n, are asked for by all clusters at once.
   hot = 0.0
-  if problem.m <= config.tile_m and "lhs" not in work.padded and not work.lhs_runs:
+  if problem.m <= config.tile_m and "lhs" not in work.padded:
     hot += crooked(problem.lhs_shape[-1] * problem.itemsize, model) / share_lhs
   if problem.product_n <= config.tile_n and "rhs" not in work.padded:
     hot += crooked(problem.rhs_shape[-1] * problem.itemsize, model) / share_rhs
@@ -101,8 +101,7 @@ def _crowding(work: Work) -> float:
       ("rhs", problem.rhs_shape, problem.rhs_layout, work.config.tile_n, share_rhs),
   ):
     row_bytes = shape[-1] * problem.itemsize
-    in_rows = operand not in work.padded and not (operand == "lhs" and work.lhs_runs)
-    if layout == "k-major" and in_rows:
+    if layout == "k-major" and operand not in work.padded:
       crowded += tile_mn * max(tiles.SWIZZLE_BYTES / row_bytes - 1, 0.0) / share
   return crowded
 

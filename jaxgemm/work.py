@@ -40,7 +40,7 @@ class Work:
     loads: how often a step brings 128 bytes of each row of lhs, and of rhs.
     weights: how many arrays of its bytes lhs consists of, and rhs.
     loaded: the operands that come through registers.
-    padded: those that do not have the rows that the problem says, when TMA sees them.
+    padded: those that do not have the rows that the problem says, when they are copied.
     passes: over operands, before the kernel.
     splits_lhs: whether lhs is split into its parts in registers.
     scaled_parts: whether the parts are scaled, and how many operands XLA scales.
@@ -103,6 +103,7 @@ class Work:
       self.loaded = tuple(operand for _, operand, _ in self.passes)
       self.passes = ()
     self.padded = tuple(operand for _, operand, _ in self.passes)
+    self.padded += ("lhs",) * self.lhs_runs
     if split:
       self.passes = operand_passes.splitting(problem, config, split)
 

@@ -85,13 +85,9 @@ class Run:
     beyond = 0 if self.k_major else max(self.tile_m - self.cols, 0)
     return tiles.round_up(self.tile_rows * self.cols + beyond + _UNIT, 64)
 
-  def _first(self, batch, row):
-    """The first element of a product's rows from `row` on; int32, which may wrap."""
-    return (batch * self.rows * self.batched + row) * self.cols
-
   def phase(self, batch, row):
-    """Elements of the slot before the tile's first."""
-    return self._first(batch, row) & (_UNIT - 1)
+    """Elements of the slot before the tile's first; their int32 number may wrap."""
+    return (batch * self.rows * self.batched + row) * self.cols & (_UNIT - 1)
 
   def load(self, gmem: Ref, slot: Ref, barrier: Ref, batch, row, wanted) -> None:
     """Starts to copy the tile from `row` of a product on; it arrives once.
@@ -196,11 +192,11 @@ class Run:
       its = arith.minsi(arith.addi(row, i32(8 * half)), i32(self.tile_rows - 1))
       element = arith.addi(arith.muli(its, i32(self.cols)), col)
       bases.append(fragments.address(slot, element))
-    valid = arith.subi(valid, arith.shli(lane, i32(1)))
+    valid, load = arith.subi(valid, arith.shli(lane, i32(1))), fragments.load_within
     return [
-        (self._load("b32", bases[half], 16 * block, valid, 8 * block), i32(0))
+        (load("b32", bases[half], 16 * block, valid, 8 * block), i32(0))
         if self._is_whole else tuple(
-            self._load("u16", bases[half], 16 * block + 2 * odd, valid, 8 * block + odd)
+            load("u16", bases[half], 16 * block + 2 * odd, valid, 8 * block + odd)
             for odd in range(2)
         )
         for block in range(BLOCKS) for half in range(2)
@@ -216,7 +212,7 @@ class Run:
     valid = arith.subi(valid, arith.shli(lane, i32(1)))
     return [
         tuple(
-            self._load(
+            fragments.load_within(
                 "u16", base, 2 * ((8 * block + odd) * self.cols + 8 * half), valid,
                 8 * block + odd,
             )
@@ -224,9 +220,6 @@ class Run:
         )
         for block in range(BLOCKS) for half in range(2)
     ]
-
-  def _load(self, kind: str, base, offset: int, valid, place: int) -> ir.Value:
-    return fragments.load_within(kind, base, offset, valid, place)
 
 
 def check(problem: Problem, config: PersistentConfig) -> str | None:

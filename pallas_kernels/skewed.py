@@ -41,7 +41,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref
 
 from pallas_kernels import arrivals, compat, fragments, tiles
-from pallas_kernels.fragments import ROWS, TILE_K
+from pallas_kernels.fragments import BLOCKS, ROWS, TILE_K
 from pallas_kernels.integers import i32, place_of_fragment
 from pallas_kernels.problem import PersistentConfig, Problem
 
@@ -237,7 +237,7 @@ class Skewed:
     return [
         (fragments.load("b32", bases[half], 16 * block), i32(0)) if self._is_whole(half)
         else tuple(fragments.load("u16", bases[half], 16 * block + at) for at in (0, 2))
-        for block in range(TILE_K // 8) for half in range(2)
+        for block in range(BLOCKS) for half in range(2)
     ]
 
   def _from_columns(self, slot, start) -> list[tuple[ir.Value, ir.Value]]:
@@ -258,7 +258,7 @@ class Skewed:
         tuple(
             fragments.load("u16", base, 2 * (block * pitch + 8 * half)) for base in bases
         )
-        for block in range(TILE_K // 8) for half in range(2)
+        for block in range(BLOCKS) for half in range(2)
     ]
 
   def _skew_of(self, array: ir.Value) -> ir.Value:

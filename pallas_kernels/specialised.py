@@ -28,7 +28,7 @@ from pallas_kernels.problem import PersistentConfig, Problem
 MAX_TILE_N = 384  # Columns of a tile: those of two wgmma that need 192 registers.
 LOADING_PRODUCERS = 3  # Where registers load operands: see `num_producers`.
 MAX_BARRIERS = 32  # In one array of barriers.
-MAX_SUMS_BESIDE_LHS = 128  # The same beside lhs in registers; with 160 ptxas spills.
+MAX_SUMS_BESIDE_RUN = 128  # Registers of an accumulator beside lhs that comes in runs.
 MAX_UNTRADED_SUMS = 64  # Registers of an accumulator beside producers that need some.
 Supports = Callable[[Problem, PersistentConfig], str | None]
 
@@ -136,12 +136,12 @@ def check_in_registers(problem: Problem, config: PersistentConfig) -> str | None
     if getattr(config, name) != wanted:
       return f"{name}={getattr(config, name)}: {way}=True takes {wanted}"
   wg_m, wg_n = wg_tile(config)
-  if config.skew and wg_m != fragments.ROWS:
-    return f"skew=True: each consumer takes {fragments.ROWS} rows of a tile"
-  if wg_n != config.tile_n or wg_n > tiles.WGMMA_COLS:
-    return f"{way}=True: one instruction has all columns of a tile"
-  if wg_m * wg_n > MAX_SUMS_BESIDE_LHS * tiles.WG_THREADS:
-    return f"{way}=True: sums of {wg_m}x{wg_n} leave too few registers for lhs"
+  if config.skew and (wg_m != fragments.ROWS or wg_n != config.tile_n):
+    return f"skew=True: each consumer takes {fragments.ROWS} rows of a tile, all columns"
+  if config.runs and wg_n != config.tile_n:
+    return "runs=True: each consumer takes all columns of a tile"
+  if config.runs and wg_m * wg_n > MAX_SUMS_BESIDE_RUN * tiles.WG_THREADS:
+    return f"runs=True: sums of {wg_m}x{wg_n} leave too few registers for lhs"
   epilogue = problem.epilogue
   if epilogue.gated or epilogue.has_c or epilogue.scaling != "none":
     return f"{way}=True excludes c, scales and gated products"
@@ -165,8 +165,8 @@ def check_swap(problem: Problem, config: PersistentConfig) -> str | None:
     return "swap=True excludes slopes"
   if epilogue.c_dtype == "float32":
     return "swap=True takes c of 16 bits, not float32"
-  through_registers = config.skew or config.runs
-  if problem.n % tiles.tma_stride_elems(problem.out_dtype) and not through_registers:
+  odd = problem.n % tiles.tma_stride_elems(problem.out_dtype) > 0
+  if odd and not (config.skew or config.runs):
     return f"swap=True: TMA cannot store rows of n={problem.n} elements"
   return None
 

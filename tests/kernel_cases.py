@@ -69,10 +69,7 @@ def mostly_slow(values, short: int = 1) -> list:
 
   `make test-all` has all.
   """
-  return [
-      value if i < short else more(value)
-      for i, value in enumerate(values)
-  ]
+  return [value if i < short else more(value) for i, value in enumerate(values)]
 
 
 def mostly_more(values, kept: int = 1) -> list:
@@ -82,11 +79,6 @@ def mostly_more(values, kept: int = 1) -> list:
       value if i < kept else more(*value) if isinstance(value, tuple) else more(value)
       for i, value in enumerate(values)
   ]
-
-
-def slow(*values):
-  """Parameters that the short set of tests leaves out."""
-  return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def more(*values):

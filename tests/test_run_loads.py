@@ -258,7 +258,7 @@ def test_sums_as_padded_lhs_does(layouts, size, tile_m):
         ({}, dict(tile_k=128), "tile_k=128"),
         ({}, dict(skew=True), "excludes runs"),
         ({}, dict(tile_n=128, consumers=2, wg_dim="n"), "all columns of a tile"),
-        ({}, dict(tile_n=384), "all columns of a tile"),
+        ({}, dict(tile_n=384), "too few registers"),
         ({}, dict(tile_m=128, tile_n=192), "too few registers"),
         ({}, dict(pad=False), "pad=False"),
         ({}, dict(cluster_n=2), "cluster_n=2"),

@@ -182,7 +182,7 @@ def test_emulated(layouts, swap):
         (dict(layouts="TN"), dict(tile_m=256, consumers=2), "TMA copies 256"),
         ({}, dict(tile_k=128), "tile_k=128"),
         ({}, dict(tile_m=128), "64 rows of a tile"),
-        ({}, dict(tile_n=128, consumers=2, wg_dim="n"), "all columns of a tile"),
+        ({}, dict(consumers=2, wg_dim="n"), "64 rows of a tile"),
         ({}, dict(pad=False), "pad=False"),
         ({}, dict(cluster_n=2), "cluster_n=2"),
         (dict(epilogue=Epilogue(beta=1.0, c_dtype="bfloat16")), {}, "excludes c"),
