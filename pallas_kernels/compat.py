@@ -12,6 +12,8 @@ import threading
 from typing import Any
 
 import jax
+from jax._src import api as _api
+from jax._src import callback as _callback
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
@@ -28,6 +30,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.core import Primitive
 from jax.extend.mlir import ir
 from jaxlib.mlir.dialects import llvm
+import numpy as np
 
 # -- GPU interpret mode ------------------------------------------------------------
 
@@ -53,6 +56,25 @@ def give_threads() -> None:
   os.environ.setdefault("PJRT_NPROC", "32")
 
 
+class _ApiOfCallbacks:
+  """What JAX's callbacks take from jax._src.api, with their operands left on the host.
+
+  Emulated kernels call back thousands of times with a dozen indices each, which JAX puts
+  on a device one by one and reads back: more than half of the time of an emulation.
+  """
+
+  def __getattr__(self, name: str):
+    return getattr(_api, name)
+
+  @staticmethod
+  def device_put(args: tuple, device: jax.Device) -> tuple:
+    del device
+    # Copies: XLA's buffers are gone when the callback has returned.
+    return tuple(
+        int(x) if x.ndim == 0 and x.dtype.kind in "iu" else np.array(x) for x in args
+    )
+
+
 def run_interpreted(fun: Callable[[plgpu.InterpretGPUParams], Any]) -> Any:
   """Returns fun(params), which runs kernels in interpret mode, once it is computed.
 
@@ -68,6 +90,7 @@ def run_interpreted(fun: Callable[[plgpu.InterpretGPUParams], Any]) -> Any:
       return states[-1]
 
     _interpret.GPURaceDetectionState = make_and_remember
+    _callback.api = _ApiOfCallbacks()
     try:
       result = jax.block_until_ready(fun(interpret_params()))
     except BaseException:
@@ -75,6 +98,7 @@ def run_interpreted(fun: Callable[[plgpu.InterpretGPUParams], Any]) -> Any:
       raise
     finally:
       _interpret.GPURaceDetectionState = make_state
+      _callback.api = _api
     if any(state.races_found for state in states):
       _interpret.reset_gpu_interpret_mode_state()
       raise RuntimeError("the kernel raced in GPU interpret mode")
