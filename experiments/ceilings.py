@@ -40,7 +40,7 @@ import numpy as np
 import tabulate
 
 from experiments import ceilings_kernels as kernels
-from experiments import cli, common_flags, report, runner, timing
+from experiments import cli, common_flags, report, resident_tiles, runner, timing
 import jaxgemm
 from jaxgemm import device as device_lib
 from jaxgemm import reference
@@ -131,7 +131,7 @@ class Row:
 
 
 def tile_name(tile_n: int) -> str:
-  return f"tensor cores {kernels.TILE_M}x{tile_n}"
+  return f"tensor cores {resident_tiles.TILE_M}x{tile_n}"
 
 
 def check(

@@ -5,16 +5,16 @@ of several runs side by side; of a sweep's rows it prints experiments/sweep.py's
 
   python -m experiments.summary results/full.jsonl
   python -m experiments.summary results/burst.jsonl results/sustained.jsonl
-  python -m experiments.summary results/full.jsonl results/streams.jsonl
+  python -m experiments.summary results/full.jsonl results/roofline.jsonl
 
 The figures are those of "auto", what jaxgemm chooses: XLA's time over its time as
 geometric means. A problem that failed has no time and counts only as a problem.
 
 The limit is what nobody can have: kernels as fast as what only reads, or only
 multiplies, and to start as the shortest kernel there is; or XLA's own time if that is
-less. With rows of experiments/streams.py, which moved as many bytes as the problem has,
-their times count in place of what reads at the memory's best rate; what a product was
-seen to take is possible, though.
+less. With rows of experiments/roofline.py, which moved as many bytes and multiplied as
+often as the problem does, those count in place of the best rates; what a product was seen
+to take is possible, though.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ from absl import app
 import jax.numpy as jnp
 import tabulate
 
-from experiments import streams, suites, sweep
+from experiments import roofline, suites, sweep
 from experiments.report import Row, figure, geometric_mean
-from jaxgemm.device import known_device
 
 IMPLEMENTATION = "auto"
 # Of the problems that the memory bounds, those large enough for it to.
@@ -65,13 +64,13 @@ def chosen(rows: Sequence[Row]) -> list[Row]:
   return [row for row in rows if row.implementation == IMPLEMENTATION]
 
 
-Streams = Mapping[str, float]  # Microseconds, by the name of the problem.
+Rooflines = Mapping[str, float]  # Microseconds, by the name of the problem.
 
 
-def speed(rows: Sequence[Row], moved: Streams | None = None) -> Speed:
+def speed(rows: Sequence[Row], rooflines: Rooflines | None = None) -> Speed:
   """Returns what the rows of one implementation, one a problem, say of its speed.
 
-  `moved`: how long the problems' bytes take to be moved, where that is known.
+  `rooflines`: how long the problems' bytes and operations alone take, where known.
   """
   timed = [row for row in rows if row.ratio_to_xla is not None]
   if not timed:
@@ -80,20 +79,20 @@ def speed(rows: Sequence[Row], moved: Streams | None = None) -> Speed:
   worst, limit = min(timed, key=lambda row: row.ratio_to_xla), None
   if all(row.floor_share is not None for row in timed):
     limit = geometric_mean([
-        max(_xla_us(row) / _least_us(row, (moved or {}).get(row.name)), 1.0)
+        max(_xla_us(row) / _least_us(row, (rooflines or {}).get(row.name)), 1.0)
         for row in timed
     ])
   return Speed(len(rows), len(timed), ratio, worst, limit)
 
 
-def speeds(rows: Sequence[Row], moved: Streams | None = None) -> dict[str, Speed]:
+def speeds(rows: Sequence[Row], rooflines: Rooflines | None = None) -> dict[str, Speed]:
   """Returns the speed of each class that occurs, then under "all" that of all."""
   classes = [klass for klass in suites.CLASSES if any(r.klass == klass for r in rows)]
   found = {
-      klass: speed([row for row in rows if row.klass == klass], moved)
+      klass: speed([row for row in rows if row.klass == klass], rooflines)
       for klass in classes
   }
-  return found | {"all": speed(rows, moved)}
+  return found | {"all": speed(rows, rooflines)}
 
 
 def _xla_us(row: Row) -> float:
@@ -101,14 +100,11 @@ def _xla_us(row: Row) -> float:
   return row.ratio_to_xla * row.time_us
 
 
-def _least_us(row: Row, stream_us: float | None) -> float:
+def _least_us(row: Row, roofline_us: float | None) -> float:
   """The time below which no kernel comes, of a row that has a time and a floor."""
-  if stream_us is None:
+  if roofline_us is None:
     return row.floor_share * row.time_us / CEILING + SHORTEST_US
-  device = known_device(row.device)
-  multiplied_us = row.tflops * row.time_us / device.matrix_tflops[row.dtype]
-  least_us = max(stream_us, multiplied_us / CEILING + SHORTEST_US)
-  return min(least_us, row.time_us)
+  return min(roofline_us, row.time_us)
 
 
 def left_to_xla(rows: Sequence[Row]) -> list[Row]:
@@ -133,14 +129,14 @@ def floor_rows(rows: Sequence[Row]) -> list[Row]:
   ]
 
 
-def table(runs: Mapping[str, Sequence[Row]], moved: Streams | None = None) -> str:
+def table(runs: Mapping[str, Sequence[Row]], rooflines: Rooflines | None = None) -> str:
   """Returns the speed by class, a line each, the runs side by side.
 
   Args:
     runs: rows of "auto" by what to call their run; no name is shown of a single one.
-    moved: see `speed`.
+    rooflines: see `speed`.
   """
-  found = {name: speeds(rows, moved) for name, rows in runs.items()}
+  found = {name: speeds(rows, rooflines) for name, rows in runs.items()}
   lines = []
   for klass in (*suites.CLASSES, "all"):
     line = {"class": klass}
@@ -195,16 +191,16 @@ def remarks(rows: Sequence[Row]) -> str:
   return "\n".join(lines)
 
 
-def text(runs: Mapping[str, Sequence[Row]], moved: Streams | None = None) -> str:
+def text(runs: Mapping[str, Sequence[Row]], rooflines: Rooflines | None = None) -> str:
   """Returns the table of all runs, then the remarks on each of them."""
-  parts = [table({name: chosen(rows) for name, rows in runs.items()}, moved)]
+  parts = [table({name: chosen(rows) for name, rows in runs.items()}, rooflines)]
   for name, rows in runs.items():
     parts += [f"{name}:"] if len(runs) > 1 else []
     parts.append(remarks(rows))
   return "\n".join(parts)
 
 
-def read[RowT: (Row, sweep.SweepRow, streams.Row)](
+def read[RowT: (Row, sweep.SweepRow, roofline.Row)](
     path: pathlib.Path, kind: type[RowT] = Row
 ) -> list[RowT]:
   """Returns the rows of a file.
@@ -238,16 +234,18 @@ def main(argv: Sequence[str]) -> None:
     raise app.UsageError("name one or more files of rows")
   try:
     swept = [path for path in paths if _has("estimate_us", path)]
-    of_streams = [path for path in paths if _has("stream_us", path)]
+    alone = [path for path in paths if _has("roofline_us", path)]
     is_short = len({path.stem for path in paths}) == len(paths)
     names = {path: path.stem if is_short else str(path) for path in paths}
-    others = swept + of_streams
+    others = swept + alone
     runs = {names[path]: read(path) for path in paths if path not in others}
     sweeps = {names[path]: read(path, sweep.SweepRow) for path in swept}
-    rows = [row for path in of_streams for row in read(path, streams.Row)]
+    rows = [row for path in alone for row in read(path, roofline.Row)]
   except (OSError, ValueError) as error:
     raise app.UsageError(str(error)) from error
-  times_us = {row.name: row.stream_us for row in rows if row.stream_us is not None}
+  times_us = {
+      row.name: row.roofline_us for row in rows if row.roofline_us is not None
+  }
   if runs:
     print(text(runs, times_us))
   for name, rows in sweeps.items():

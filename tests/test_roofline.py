@@ -1,31 +1,32 @@
-"""The experiment that moves a product's bytes and multiplies nothing, on a CPU."""
+"""The experiment that moves and multiplies with nothing in between, on a CPU."""
 
 from __future__ import annotations
 
 import functools
 import json
+import math
 
 from absl import app, flags
 from absl.testing import flagsaver
 from experiment_cases import H200, PROVENANCE, make_row
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import cli, report, streams, suites, summary
-from experiments import streams_kernel as kernel
+from experiments import cli, report, roofline, suites, summary
+from experiments import roofline_kernel as kernel
 import jaxgemm
-from jaxgemm.device import known_device
+from jaxgemm import reference
 from pallas_kernels import compat
 
 GPU = cli.Platform(True, H200, "NVIDIA H200")
+FLOPS = kernel.RESIDENT.flops  # Of a k tile.
 SIZES = [
-    (900, 5000),  # Less than a row each, and more written than read.
-    (100_000, 3_000),  # Stored in the last steps.
-    (300_000, 300_000),
-    (50_000, 200_000),  # Several chunks a step.
-    (1_000_000, 150_000),  # More steps than slots.
+    (900, 5000, 0),  # Less than a row each, and more written than read.
+    (100_000, 3_000, 3 * FLOPS),  # Stored in the last steps.
+    (300_000, 300_000, 0),
+    (50_000, 200_000, 17 * FLOPS),  # Several chunks a step.
+    (1_000_000, 150_000, 7 * FLOPS),  # More steps than slots.
 ]
 
 
@@ -34,15 +35,31 @@ SIZES = [
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_kernel_in_emulation(sizes, spread):
   shares = kernel.Shares.of(*sizes, 3)
-  values = jax.random.bits(jax.random.key(0), shares.read_shape, jnp.uint32)
+  operands = roofline.draw(shares, jax.random.key(0))
   found = compat.run_interpreted(
-      lambda params: kernel.launch(values, shares, spread=spread, interpret=params)
+      lambda params: kernel.launch(*operands, shares, spread=spread, interpret=params)
   )
+  values, lhs, rhs = map(np.asarray, operands)
   sources = kernel.sources(shares, spread=spread)
-  assert (np.asarray(found) == np.asarray(values)[sources]).all()
-  assert streams.is_correct(found, values, shares, spread=spread)
-  wrong = found.at[-1, -1].add(1)
-  assert not streams.is_correct(wrong, values, shares, spread=spread)
+  assert (np.asarray(found[0]) == values[sources]).all()
+  assert len(found) == 2 if sizes[2] else 1
+  if sizes[2]:
+    product = lhs[0].astype(np.float64) @ rhs[0].astype(np.float64)
+    wanted = sizes[2] // (3 * FLOPS) * product.sum(axis=1)
+    for of_cta in found[1]:
+      assert reference.relative_error(of_cta, wanted) < 1e-6
+  assert roofline.is_correct(found, operands, shares, spread=spread)
+  for index in range(len(found)):
+    for value in (1, float("nan"))[: 1 + index]:
+      wrong = list(found)
+      wrong[index] = wrong[index].at[-1, -1].add(value)
+      assert not roofline.is_correct(tuple(wrong), operands, shares, spread=spread)
+
+
+@pytest.mark.parametrize("flops", [0, 131 * FLOPS, 132 * FLOPS, 1000 * FLOPS + 1])
+def test_no_more_is_multiplied_than_asked(flops):
+  shares = kernel.Shares.of(1_000_000, 1_000_000, flops, 132)
+  assert flops - 132 * FLOPS < shares.flops <= flops
 
 
 def test_slots_are_used_again():
@@ -54,7 +71,7 @@ def test_slots_are_used_again():
 @pytest.mark.parametrize("read_bytes", [1, 70_000, 34_000_000, 1_000_000_007])
 @pytest.mark.parametrize("written_bytes", [1, 8192, 33_554_432, 268_435_456])
 def test_shares_cover_the_bytes_and_little_more(read_bytes, written_bytes):
-  shares = kernel.Shares.of(read_bytes, written_bytes, 132)
+  shares = kernel.Shares.of(read_bytes, written_bytes, 0, 132)
   row = kernel.ROW_BYTES
   for shape, num_bytes in (
       (shares.read_shape, read_bytes), (shares.written_shape, written_bytes)
@@ -63,48 +80,49 @@ def test_shares_cover_the_bytes_and_little_more(read_bytes, written_bytes):
     if num_bytes > 1e6:  # Of less, a row for each CTA is much more.
       assert shape[0] * row < 1.02 * num_bytes
   assert shares.rows <= kernel.MOST_ROWS and shares.store_rows <= shares.rows
-  assert shares.slots * shares.rows * row < 232448
+  resident = 2 * sum(math.prod(shape) for shape in kernel.RESIDENT.operand_shapes)
+  assert shares.slots * shares.rows * row + resident < 232448
   assert shares.slots <= 32  # Mosaic's barriers of one name.
 
 
+@pytest.mark.parametrize("flops", [0, 10**10])
 @pytest.mark.parametrize("read_bytes", [34_000_000, 50_000_000, 132 * 512 * 12 * 40])
-def test_what_is_timed_lowers(read_bytes):
+def test_what_is_timed_lowers(read_bytes, flops):
   """To one kernel, without a copy; also where many slots would fit."""
-  shares = kernel.Shares.of(read_bytes, 1_000_000, 132)
-  values = jax.ShapeDtypeStruct(shares.read_shape, jnp.uint32)
+  shares = kernel.Shares.of(read_bytes, 1_000_000, flops, 132)
   with jaxgemm.target("NVIDIA H200"):
     exported = jax.export.export(
         jax.jit(functools.partial(kernel.launch, shares=shares)), platforms=["cuda"]
     )
-    text = exported(values).mlir_module()
-  assert text.count("stablehlo.") == 1 and "jaxgemm_stream" in text
+    text = exported(*roofline.operand_types(shares)).mlir_module()
+  assert text.count("stablehlo.") == 1 and "jaxgemm_roofline" in text
 
 
 def test_bytes_of_a_problem():
   problem = suites.make_case(100, 30, 20, dtype="float16").problem
-  assert streams.bytes_of(problem) == (2 * (100 * 20 + 20 * 30), 2 * 100 * 30)
+  assert roofline.bytes_of(problem) == (2 * (100 * 20 + 20 * 30), 2 * 100 * 30)
 
 
 def run(tmp_path, *arguments):
   with flagsaver.flagsaver():
     flags.FLAGS(["program", f"--output={tmp_path}", *arguments])
-    streams.main(["program"])
+    roofline.main(["program"])
   (path,) = tmp_path.glob("*.jsonl")
-  return summary.read(path, streams.Row)
+  return summary.read(path, roofline.Row)
 
 
 def test_program_without_a_gpu(tmp_path, capsys):
   rows = run(tmp_path, "--shapes=64,72,80", "--shapes=2,33,35,37")
   assert [row.name for row in rows] == ["64x72x80 NN bfloat16", "2x33x35x37 NN bfloat16"]
-  assert all(row.correct and row.stream_us is None for row in rows)
+  assert all(row.correct and row.roofline_us is None for row in rows)
   assert "64x72x80" in capsys.readouterr().out
 
 
 def test_program_says_what_is_wrong(tmp_path, monkeypatch):
-  monkeypatch.setattr(streams, "is_correct", lambda *_, spread: not spread)
+  monkeypatch.setattr(roofline, "is_correct", lambda *_, spread: not spread)
   with pytest.raises(SystemExit):
     run(tmp_path, "--shapes=64,72,80")
-  monkeypatch.setattr(streams.device_lib, "supported", lambda device: False)
+  monkeypatch.setattr(roofline.device_lib, "supported", lambda device: False)
   with pytest.raises(app.UsageError, match="TMA"):
     run(tmp_path, "--shapes=64,72,80")
 
@@ -119,33 +137,33 @@ def test_rows_of_a_gpu(monkeypatch):
 
   def prepare(case, num_ctas):
     assert num_ctas == H200.num_sms
-    shares = kernel.Shares.of(*streams.bytes_of(case.problem), 2)
+    shares = roofline.shares_of(case.problem, 2)
     runs = {
-        order: lambda values, spread=spread: values[
-            kernel.sources(shares, spread=spread)
-        ]
-        for order, spread in streams.ORDERS.items()
+        order: lambda values, *_, spread=spread: (
+            values[kernel.sources(shares, spread=spread)],
+        )
+        for order, spread in roofline.ORDERS.items()
     }
-    return streams._Prepared(case, shares, runs)
+    return roofline._Prepared(case, shares, runs)
 
-  monkeypatch.setattr(streams, "_prepare", prepare)
-  monkeypatch.setattr(streams.timing, "interleaved", interleaved)
+  monkeypatch.setattr(roofline, "_prepare", prepare)
+  monkeypatch.setattr(roofline.timing, "interleaved", interleaved)
   case = suites.make_case(64, 72, 80)
   with flagsaver.flagsaver():
     flags.FLAGS(["program"])
-    ((row,),) = streams.rows_of([case], GPU, PROVENANCE, 3)
-  assert calls == [(list(streams.ORDERS), 6, 3)]
-  assert row.correct and (row.order, row.stream_us) == ("side by side", 3.0)
+    ((row,),) = roofline.rows_of([case], GPU, PROVENANCE, 3)
+  assert calls == [(list(roofline.ORDERS), 6, 3)]
+  assert row.correct and (row.order, row.roofline_us) == ("side by side", 3.0)
   assert row.tbps == pytest.approx(case.problem.num_bytes / 3.0 / 1e6)
-  again = streams.Row.from_json(row.to_json())
+  again = roofline.Row.from_json(row.to_json())
   assert again == row and json.loads(row.to_json())["device"] == "NVIDIA H200"
   for line in ("[]", "{}", '{"class": "odd"}', row.to_json()[:-1] + ', "more": 1}'):
-    with pytest.raises(ValueError, match="not a row of streams"):
-      streams.Row.from_json(line)
+    with pytest.raises(ValueError, match="not a row of a roofline"):
+      roofline.Row.from_json(line)
 
 
-def test_limits_by_what_was_moved(tmp_path, capsys):
-  """A product that takes less than its bytes did has shown what is possible."""
+def test_limits_by_rooflines(tmp_path, capsys):
+  """A product that takes less than its roofline has shown what is possible."""
   cases = [suites.make_case(16, 8192, 8192), suites.make_case(32, 8192, 8192)]
   rows = [
       make_row(case, name, times_us=[us], xla_times_us=[60.0])
@@ -153,20 +171,14 @@ def test_limits_by_what_was_moved(tmp_path, capsys):
   ]
   chosen = summary.chosen(rows)
   names = [case.name for case in cases]
-  moved = {names[0]: 30.0, names[1]: 50.0}
-  limit = summary.speeds(chosen, moved)["skinny"].limit
+  rooflines = {names[0]: 30.0, names[1]: 50.0}
+  limit = summary.speeds(chosen, rooflines)["skinny"].limit
   assert limit == pytest.approx(report.geometric_mean([60 / 30, 60 / 40]))
-  # Where little is moved the tensor cores are the bound.
-  device = known_device("NVIDIA H200")
-  floor = cases[0].problem.flops / device.matrix_tflops["bfloat16"] / 1e6
-  least = floor / summary.CEILING + summary.SHORTEST_US
-  found = summary.speed(chosen[:1], {names[0]: 0.1})
-  assert found.limit == pytest.approx(60 / least)
   # The program takes both files.
-  stream = streams.Row(
-      "skinny", names[0], 1, 1, True, "apart", 30.0, 0.1, 1.0, PROVENANCE
+  alone = roofline.Row(
+      "skinny", names[0], 1, 1, 1, True, "apart", 30.0, 0.1, 1.0, 1.0, PROVENANCE
   )
-  files = {"run": rows, "streams": [stream]}
+  files = {"run": rows, "roofline": [alone]}
   for name, its_rows in files.items():
     text = "".join(row.to_json() + "\n" for row in its_rows)
     (tmp_path / f"{name}.jsonl").write_text(text)
