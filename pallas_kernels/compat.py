@@ -5,7 +5,8 @@ Every import of `jax._src` is here, so that a new JAX version is one file's work
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+import contextlib
 import functools
 import os
 import threading
@@ -24,6 +25,7 @@ from jax._src.pallas.mosaic_gpu import core as _gpu_core
 from jax._src.pallas.mosaic_gpu import lowering as _lowering
 from jax._src.pallas.mosaic_gpu import primitives as _primitives
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as _interpret
+from jax._src.pallas.mosaic_gpu.interpret import shared_memory as _interpret_memory
 from jax._src.state import primitives as _state
 from jax.experimental.mosaic.gpu import dialect as _dialect
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -69,10 +71,24 @@ class _ApiOfCallbacks:
   @staticmethod
   def device_put(args: tuple, device: jax.Device) -> tuple:
     del device
-    # Copies: XLA's buffers are gone when the callback has returned.
-    return tuple(
-        int(x) if x.ndim == 0 and x.dtype.kind in "iu" else np.array(x) for x in args
-    )
+    return tuple(map(np.array, args))  # XLA's buffers end with the callback.
+
+
+def _int_of_callbacks(x):
+  """The emulator's whole numbers of indices, which with the above come as NumPy's."""
+  return int(x) if isinstance(x, np.ndarray) else _to_int(x)
+
+
+_to_int = _interpret_memory._to_int
+
+
+@contextlib.contextmanager
+def _fast_callbacks() -> Iterator[None]:
+  _callback.api, _interpret_memory._to_int = _ApiOfCallbacks(), _int_of_callbacks
+  try:
+    yield
+  finally:
+    _callback.api, _interpret_memory._to_int = _api, _to_int
 
 
 def run_interpreted(fun: Callable[[plgpu.InterpretGPUParams], Any]) -> Any:
@@ -90,15 +106,14 @@ def run_interpreted(fun: Callable[[plgpu.InterpretGPUParams], Any]) -> Any:
       return states[-1]
 
     _interpret.GPURaceDetectionState = make_and_remember
-    _callback.api = _ApiOfCallbacks()
     try:
-      result = jax.block_until_ready(fun(interpret_params()))
+      with _fast_callbacks():
+        result = jax.block_until_ready(fun(interpret_params()))
     except BaseException:
       _interpret.reset_gpu_interpret_mode_state()
       raise
     finally:
       _interpret.GPURaceDetectionState = make_state
-      _callback.api = _api
     if any(state.races_found for state in states):
       _interpret.reset_gpu_interpret_mode_state()
       raise RuntimeError("the kernel raced in GPU interpret mode")
