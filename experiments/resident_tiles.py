@@ -93,6 +93,8 @@ class ResidentTiles:
       lax.fori_loop(first, loaded, for_the_first_time, None)
       lax.fori_loop(loaded, first + count, again, None)
 
+    # Of a length that the compiler does not know: it would spend minutes on unrolling.
+    steps = steps + jnp.minimum(wg, 0)
     shape = WG_ROWS, self.tile_n
     return accumulate.sum_over_k(multiply, shape=shape, k_steps=steps, promote=0)
 
