@@ -116,7 +116,7 @@ class Repeats:
 
 def num_splits(case: Case, device: Device) -> int:
   """Returns among how many CTAs the plan of a case splits k."""
-  return getattr(make_plan(case.problem, device).config, "splits", 1)
+  return getattr(make_plan(case.problem.canonical, device).config, "splits", 1)
 
 
 def repeat(

@@ -143,7 +143,8 @@ def make_candidate(
   invariant = implementation == "invariant"
   try:
     plan = make_plan(
-        problem, device, implementation=name, config=config, batch_invariant=invariant
+        problem.canonical if config is None else problem, device, implementation=name,
+        config=config, batch_invariant=invariant,
     )
   except ValueError as error:
     return Candidate(implementation, f"n/a: {error}", implementation, None)

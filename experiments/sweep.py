@@ -210,6 +210,9 @@ def main(argv: Sequence[str]) -> None:
   if device is None:
     raise app.UsageError(f"the heuristics know no {platform.name}")
   suite, cases = cli.cases(platform)
+  cases = [  # As what is listed for them is planned.
+      dataclasses.replace(case, problem=case.problem.canonical) for case in cases
+  ]
   rows_of = runner.Runner(
       candidates=lambda problem: sweep_candidates(
           problem, device, emulated=not platform.on_gpu, best=_BEST.value

@@ -18,6 +18,7 @@ from jaxgemm.precision import for_xla
 from jaxgemm.product import Product
 from jaxgemm.recording import record, record_plan
 from pallas_kernels import activations, compat
+from pallas_kernels.problem import Problem
 
 
 def xla_product(product: Product, *operands, cuda: bool):
@@ -130,8 +131,10 @@ def local_plan(product: Product, *operands) -> plans.Plan:
   c_dtype = elements[0].dtype.name if elements else None
   problem = product.problem(lhs.shape, rhs.shape, lhs.dtype.name, c_dtype)
   device = planned_device(product)
-  if product.implementation is None and product.config is None:
-    record(problem.unfused, device)
+  if product.config is None:  # One that is given is of the dimensions as they are.
+    problem = problem.canonical
+    if product.implementation is None:
+      record(problem.unfused.canonical, device)
   plan = functools.partial(
       plans.make_plan, problem, device, batch_invariant=product.batch_invariant
   )
@@ -155,15 +158,10 @@ def local_product(product: Product, *operands):
     return xla_product(
         product.replace(out_sharding=None), *operands, cuda=not emulated
     )
-  dims = product.dims
   lhs, factors, c, biases, entering = product.named(operands)
-
-  def folded(groups, x):
-    return lax.reshape(x, product.folded_shape(groups, x.shape))
-
-  rhs = tuple(folded(dims.rhs, x) for x in factors)
-  arrays = [folded(dims.lhs, lhs), rhs if product.gated else rhs[0]]
-  arrays += [folded(dims.out, x) for x in (c, *entering) if x is not None]
+  arrays = [lhs, *factors]
+  arrays += [x for x in (c, *entering) if x is not None]
+  arrays = _folded(product, plan.problem, arrays)
   arrays += [lax.reshape(x, (x.size,)) for x in biases]
   device = planned_device(product)
   assert device is not None
@@ -171,11 +169,28 @@ def local_product(product: Product, *operands):
       run, plan, device=device, beside_collectives=product.beside_collectives
   )
   found = emulated_product(plan, arrays, launch) if emulated else launch(arrays)
-  shape = dims.out_shape(lhs.shape, product.factor_shape(factors[0].shape))
+  shape = product.dims.out_shape(lhs.shape, product.factor_shape(factors[0].shape))
   if not product.is_fused:
     return lax.reshape(found, shape)
   found = found if product.num_results > 1 else (found,)
   return [lax.reshape(x, shape) for x in found]
+
+
+def _folded(product: Product, problem: Problem, operands) -> list[Any]:
+  """lhs, rhs (both of a gated product) and the others as the planned problem has them."""
+  lhs, *rest = operands
+  rhs, others = rest[: product.num_rhs], rest[product.num_rhs :]
+  others = [lax.reshape(x, problem.out_shape) for x in others]
+  dims = product.dims
+  if product.gated:  # A packed rhs is twice as wide as the problem's.
+    lhs = lax.reshape(lhs, problem.lhs_shape)
+    rhs = [lax.reshape(x, product.folded_shape(dims.rhs, x.shape)) for x in rhs]
+    return [lhs, tuple(rhs), *others]
+  (rhs,) = rhs
+  if dims.folded_sizes(lhs.shape, rhs.shape)["n"] != problem.n:
+    lhs, rhs = rhs, lhs  # The canonical problem is the transposed one.
+  lhs, rhs = lax.reshape(lhs, problem.lhs_shape), lax.reshape(rhs, problem.rhs_shape)
+  return [lhs, rhs, *others]
 
 
 def in_emulator(launch: Callable[..., Any], out: Any, operands):

@@ -243,6 +243,25 @@ class Problem:
         ),
     )
 
+  @functools.cached_property
+  def canonical(self) -> Problem:
+    """The same product of the same arrays, where one row or column leaves a choice.
+
+    A column of the result lies in memory as a row of the transposed result does, and a
+    row or column of an operand as its transpose: as a row of k it is read in whole lines,
+    by TMA if k allows, where in the other layout its elements lie a stride apart.
+    """
+    epilogue = self.epilogue
+    if epilogue.gated or epilogue.scaling != "none":
+      return self
+    if self.n == 1 < self.m and not epilogue.is_fused:  # A bias is along n.
+      return self.transposed.canonical
+    return dataclasses.replace(
+        self,
+        lhs_layout="k-major" if self.m == 1 else self.lhs_layout,
+        rhs_layout="k-major" if self.n == 1 else self.rhs_layout,
+    )
+
   @property
   def flops(self) -> int:
     return 2 * self.batch * self.m * self.product_n * self.k

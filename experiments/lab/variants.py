@@ -108,11 +108,11 @@ def xla(lab: Lab, problem: Problem, **fields) -> Variant:
 
 def planned(lab: Lab, problem: Problem, name: str = "jaxgemm", **fields) -> Variant:
   """Returns what jaxgemm chooses."""
-  plan = make_plan(problem, lab.device)
+  plan = make_plan(problem.canonical, lab.device)
   candidate = products.make_candidate(
       problem, "auto", lab.device, emulated=not lab.on_gpu
   )
-  smem_bytes = _smem_bytes(plan.kernel, problem, plan.config)
+  smem_bytes = _smem_bytes(plan.kernel, plan.problem, plan.config)
   return Variant(name, candidate, plan.config, smem_bytes=smem_bytes, **fields)
 
 

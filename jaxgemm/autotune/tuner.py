@@ -173,7 +173,7 @@ def tune(
   out of the results. Each winner is stored at once: a run that is cut short keeps
   what it has measured.
   """
-  problems = list(dict.fromkeys(problems))
+  problems = list(dict.fromkeys(problem.canonical for problem in problems))
   before = {p: plans.make_plan(p, device) for p in problems}
   jobs = {
       problem: job
