@@ -143,8 +143,8 @@ def make_candidate(
   invariant = implementation == "invariant"
   try:
     plan = make_plan(
-        problem.canonical if config is None else problem, device, implementation=name,
-        config=config, batch_invariant=invariant,
+        problem if config is not None or invariant else problem.canonical, device,
+        implementation=name, config=config, batch_invariant=invariant,
     )
   except ValueError as error:
     return Candidate(implementation, f"n/a: {error}", implementation, None)

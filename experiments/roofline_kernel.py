@@ -130,7 +130,6 @@ def launch(
       one of them moves.
     interpret: of the emulator; None on the chip.
   """
-
   prepared = RESIDENT.prepare(lhs, rhs, emulated=interpret is not None)
   num_multiply = NUM_WARPGROUPS if shares.k_tiles else 0
 

@@ -251,8 +251,8 @@ def explain(
       _permuted_shape(lhs_shape, folding.lhs_perm),
       _permuted_shape(rhs_shape, folding.rhs_perm), dtype.name,
   )
-  if config is None:
-    problem = problem.canonical  # As it is lowered.
+  if product.plans_canonical:
+    problem = problem.canonical
   device = planned_device(product)
   if not are_known(lhs_shape + rhs_shape):
     reason = reason or "its sizes are symbolic, and no plan is for all"

@@ -131,10 +131,10 @@ def local_plan(product: Product, *operands) -> plans.Plan:
   c_dtype = elements[0].dtype.name if elements else None
   problem = product.problem(lhs.shape, rhs.shape, lhs.dtype.name, c_dtype)
   device = planned_device(product)
-  if product.config is None:  # One that is given is of the dimensions as they are.
+  if product.implementation is None and product.config is None:
+    record(problem.unfused.canonical, device)
+  if product.plans_canonical:
     problem = problem.canonical
-    if product.implementation is None:
-      record(problem.unfused.canonical, device)
   plan = functools.partial(
       plans.make_plan, problem, device, batch_invariant=product.batch_invariant
   )

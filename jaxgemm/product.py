@@ -115,6 +115,15 @@ class Product:
     return max(1 + self.saves * (1 + self.gated), self.slopes)
 
   @property
+  def plans_canonical(self) -> bool:
+    """Whether the plan is of Problem.canonical.
+
+    A config that is given is of the dimensions as they are, and the bits of a row must
+    not depend on whether it is the only one.
+    """
+    return self.config is None and not self.batch_invariant
+
+  @property
   def linear(self) -> Product:
     """alpha * lhs @ rhs alone."""
     return self.replace(

@@ -123,6 +123,14 @@ def test_a_config_is_of_the_dimensions_as_they_are():
   assert (given.m, given.n) == (512, 1) and (chosen.m, chosen.n) == (1, 512)
 
 
+def test_a_batch_invariant_row_is_as_it_is():
+  """Where it is the only one it is not planned as another."""
+  a, b = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((512, 128), (128, 1)))
+  with jaxgemm.target("NVIDIA H200"), jaxgemm.batch_invariant():
+    problem = jaxgemm.explain(a, b).problem
+  assert (problem.m, problem.n, problem.rhs_layout) == (512, 1, "n-major")
+
+
 def test_a_tuned_row_is_found_by_either_form(folder, monkeypatch):
   """What is tuned is what is planned."""
   seen = []
