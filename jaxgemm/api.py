@@ -204,7 +204,8 @@ def explain(
   """Prints which kernel jaxgemm.matmul(a, b, ...) runs and why; returns the plan.
 
   Of a function it prints the plans of all products of jaxgemm that it comes to, those of
-  layers, gradients and shards included; see `jaxgemm.explaining`.
+  layers, gradients and shards included; see `jaxgemm.explaining`. A product of one
+  column is planned, and shown, as the transposed row; see Problem.canonical.
 
   Args:
     a, b: arrays, or anything with a shape and a dtype (jax.ShapeDtypeStruct); or a
