@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 import dataclasses
 import json
-import sys
 
 from absl import app, flags
 import jax
@@ -154,11 +153,7 @@ def main(argv: Sequence[str]) -> None:
   path = cli.output_path(f"accuracy_{suite}").with_suffix(".jsonl")
   with platform.context():
     found = cli.record(rows(), len(cases), path)
-  for row in found:
-    print(row)
-  print(f"rows: {path}")
-  if any(row.failed for row in found):
-    sys.exit(1)
+  cli.conclude(found, "\n".join(map(str, found)), path)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,6 @@ import functools
 import json
 import math
 import statistics
-import sys
 from typing import Any
 
 from absl import app, flags
@@ -302,10 +301,7 @@ def main(argv: Sequence[str]) -> None:
   provenance = cli.row_provenance("ceilings", platform, "experiments.ceilings")
   path = cli.output_path("ceilings").with_suffix(".jsonl")
   rows = cli.record(stages(platform, wanted, provenance), 1 + 2 * len(wanted), path)
-  print(table(rows))
-  print(f"rows: {path}")
-  if any(row.failed for row in rows):
-    sys.exit(1)
+  cli.conclude(rows, table(rows), path)
 
 
 if __name__ == "__main__":

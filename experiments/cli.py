@@ -222,6 +222,13 @@ class _Record(Protocol):
   def to_json(self) -> str: ...
 
 
+class _Judged(Protocol):
+  """A row of any file that may have failed."""
+
+  @property
+  def failed(self) -> bool: ...
+
+
 def record[RowT: _Record](
     rows_of_cases: Iterable[Sequence[RowT]], num_cases: int, path: pathlib.Path
 ) -> list[RowT]:
@@ -238,6 +245,14 @@ def record[RowT: _Record](
       shown.set_postfix_str(case_rows[0].name, refresh=False)
       shown.update()
   return rows
+
+
+def conclude(rows: Sequence[_Judged], text: str, path: pathlib.Path) -> None:
+  """Prints what was found and where its rows are; exits with 1 if one of them failed."""
+  print(text)
+  print(f"rows: {path}")
+  if any(row.failed for row in rows):
+    sys.exit(1)
 
 
 def exit_if_failed(rows: Sequence[report.Row]) -> None:

@@ -25,7 +25,6 @@ import functools
 import json
 import os
 import statistics
-import sys
 from typing import Any, Self
 
 from absl import app, flags
@@ -271,10 +270,7 @@ def main(argv: Sequence[str]) -> None:
   path = cli.output_path("roofline").with_suffix(".jsonl")
   found = rows_of(cases, platform, provenance, cli.repeats(platform, _REPEATS))
   rows = cli.record(found, len(cases), path)
-  print(table(rows))
-  print(f"rows: {path}")
-  if any(row.failed for row in rows):
-    sys.exit(1)
+  cli.conclude(rows, table(rows), path)
 
 
 if __name__ == "__main__":

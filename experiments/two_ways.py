@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import json
 import statistics
-import sys
 from typing import Any
 import zlib
 
@@ -189,10 +188,7 @@ def run(cases: Sequence[Case], platform: cli.Platform, name: str) -> list[Row]:
   path = cli.output_path(name).with_suffix(".jsonl")
   with platform.context():
     found = cli.record(rows(), len(cases), path)
-  print(table(found))
-  print(f"rows: {path}")
-  if any(row.failed for row in found):
-    sys.exit(1)
+  cli.conclude(found, table(found), path)
   return found
 
 

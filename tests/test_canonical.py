@@ -141,3 +141,18 @@ def test_a_tuned_row_is_found_by_either_form(folder, monkeypatch):
       measure=lambda jobs, device: [],
   )
   assert seen == [row]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    ("a_shape", "b_shape"),
+    [((16384, 7168), (7168, 1)), ((1000, 4097), (4097,)), ((16, 256, 1024), (16, 1024, 1))],
+    ids=str,
+)
+def test_columns_on_the_chip(a_shape, b_shape, transposed, rng):
+  multiply, a_shape, b_shape = column(a_shape, b_shape, transposed)
+  a, b = normal(rng, *a_shape, dtype="bfloat16"), normal(rng, *b_shape, dtype="bfloat16")
+  turned = a.swapaxes(-1, -2) if transposed else a
+  exact = np.asarray(turned).astype(np.float64) @ np.asarray(b).astype(np.float64)
+  assert reference.relative_error(jax.jit(multiply)(a, b), exact) < 5e-3
