@@ -147,7 +147,8 @@ def test_a_tuned_row_is_found_by_either_form(folder, monkeypatch):
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(
     ("a_shape", "b_shape"),
-    [((16384, 7168), (7168, 1)), ((1000, 4097), (4097,)), ((16, 256, 1024), (16, 1024, 1))],
+    [((16384, 7168), (7168, 1)), ((1000, 4097), (4097,)),
+     ((16, 256, 1024), (16, 1024, 1))],
     ids=str,
 )
 def test_columns_on_the_chip(a_shape, b_shape, transposed, rng):
