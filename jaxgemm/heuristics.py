@@ -5,14 +5,14 @@ Pure functions of (Problem, Device), and of the times that `cost_model` estimate
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 import dataclasses
 import functools
 import itertools
 import math
 from typing import Any
 
-from jaxgemm import cost_model, tile_shapes, xla_times
+from jaxgemm import cost_model, ring_slots, tile_shapes, xla_times
 from jaxgemm.device import Device
 from jaxgemm.operand_passes import misaligned, passes
 from pallas_kernels import (
@@ -21,7 +21,6 @@ from pallas_kernels import (
   direct,
   fragments,
   gemv,
-  lhs_registers,
   parts,
   run_loads,
   specialised,
@@ -36,7 +35,6 @@ from pallas_kernels.problem import (
   PersistentConfig,
   PipelinedConfig,
   Problem,
-  SplitKConfig,
 )
 
 
@@ -99,7 +97,7 @@ def _estimated(
 
 # -- Which configs there are -------------------------------------------------------
 
-_Shape = tuple[int, int, int, str, bool]  # One of tile_shapes, and `swap`.
+_Shape = ring_slots.Shape
 _DIRECT_SPLITS = (2, 3, 4, 6, 8)  # CTAs of a cluster that share k.
 _MOST_DIRECT = 6  # k tiles of all CTAs of an SM, one after the other.
 _MOST_SHARED = 7  # k tiles that each of them shifts; eight took up to half longer.
@@ -110,10 +108,6 @@ _LEAST_HALVES = 1 << 17  # Elements of a result from float16 parts.
 _LEAST_SKEWED = 9e6  # Bytes of an operand: a pass over fewer takes less.
 _LEAST_RUNS = 1e6  # The same, in tiles of whole rows.
 _MOST_CONFLICTS = 4.0  # Of runs; with 7.5 256x257x64x257 took 35 us, skewed 21.
-_MAX_STAGES = 16
-_ENOUGH_STAGES = 4  # With fewer, one more may be worth smaller pieces of the result.
-_IN_FLIGHT_US = 1.7  # That loads are under way at least, where the memory is busy.
-_AHEAD_BYTES = 80_000  # That an SM asks for ahead, so that its own latency is hidden.
 # k tiles of 64 whose sum the tensor cores truncate by 1e-5: by no more than XLA's own
 # BF16_BF16_F32_X3 is off in all (1.4e-5).
 _MOST_TRUNCATED = 128
@@ -297,11 +291,12 @@ def _specialised(
   operands are split.
   """
   tile_m, tile_n, _, wg_dim, swap = shape
-  tile_k, split_lhs = _tile_k(problem, fields), fields.get("split_lhs", False)
+  tile_k = ring_slots.tile_k_of(problem, fields)
+  split_lhs = fields.get("split_lhs", False)
   k_steps = tiles.cdiv(problem.k, tile_k)
   if _wasteful(product, tile_m, tile_n) or _breaks_lines(product, tile_n):
     return
-  like, num_tiles = _alike(problem), _num_tiles(product, tile_m, tile_n)
+  like, num_tiles = ring_slots.alike(problem), _num_tiles(product, tile_m, tile_n)
   if fields.get("runs"):
     like = problem  # Its slots have whole rows.
   # Larger tiles are of no use where most SMs get none.
@@ -310,7 +305,7 @@ def _specialised(
   turns = wg_dim != "tile" or num_tiles > device.num_sms
   if turns and num_tiles >= enough and not _fetches_in_vain(product, tile_n):
     promote = promotion(problem, k_steps, split_lhs=split_lhs)
-    for config in _staged(like, shape, promote, **fields):
+    for config in ring_slots.staged(like, shape, promote, **fields):
       yield from _with_loads(problem, "persistent", config, num_tiles, device)
   # Others have been seen never to win where k is split.
   if splits and wg_dim == "m":
@@ -327,99 +322,8 @@ def _specialised(
         fewer = promotion(
             problem, tiles.cdiv(k_steps, count), split_lhs=split_lhs
         )
-        for config in _staged(like, shape, fewer, count, cluster_k, **fields):
+        for config in ring_slots.staged(like, shape, fewer, count, cluster_k, **fields):
           yield from _with_loads(problem, "split_k", config, num_tiles * count, device)
-
-
-@functools.lru_cache(maxsize=256)
-def _alike(problem: Problem) -> Problem:
-  """A problem that takes as much shared memory, whatever the sizes."""
-  n = stride = tiles.tma_stride_elems(problem.out_dtype)
-  if problem.n % stride:  # In steps of tiles' columns: some have all of the result's.
-    n = min(tiles.round_up(problem.n, 8), specialised.MAX_TILE_N + 8) - 1
-  return dataclasses.replace(problem, batch=1, m=64, n=n, k=64)
-
-
-@functools.lru_cache(maxsize=4096)
-def _staged(
-    like: Problem, shape: _Shape, promote: int, splits: int = 1, cluster_k: int = 1,
-    **fields,
-) -> list[PersistentConfig]:
-  """The config with as many stages as shared memory holds; `like`: see `_alike`.
-
-  If they are few, also with one more, if the result then leaves in smaller pieces.
-  """
-  tile_m, tile_n, consumers, wg_dim, swap = shape
-  fields = fields | dict(
-      tile_m=tile_m, tile_n=tile_n, tile_k=_tile_k(like, fields), consumers=consumers,
-      wg_dim=wg_dim, promote=promote, swap=swap,
-  )
-  kernel, config = KERNELS["persistent"], PersistentConfig(**fields, num_stages=0)
-  if splits > 1:
-    kernel = KERNELS["split_k"]
-    config = SplitKConfig(**fields, num_stages=0, splits=splits, cluster_k=cluster_k)
-  stages = _most_stages(kernel, like, config)
-  found = [dataclasses.replace(config, num_stages=min(_MAX_STAGES, stages))]
-  if stages < _ENOUGH_STAGES:
-    more = dataclasses.replace(config, num_stages=stages + 1)
-    if kernel.smem_bytes(like, more) <= tiles.SMEM_LIMIT_BYTES:
-      found.append(more)
-  return found
-
-
-def _most_stages(kernel, like: Problem, config: PersistentConfig) -> int:
-  """Slots that shared memory has room for."""
-  if config.runs:  # Those of lhs are not as many as the ring's.
-    for stages in range(_MAX_STAGES, 0, -1):
-      more = dataclasses.replace(config, num_stages=stages)
-      if kernel.smem_bytes(like, more) <= tiles.SMEM_LIMIT_BYTES:
-        return stages
-    return 0
-  left = tiles.SMEM_LIMIT_BYTES - kernel.smem_bytes(like, config)
-  return left // specialised.slot_bytes(like, config)
-
-
-def _without_queue(
-    problem: Problem, config: PersistentConfig, num_tiles: int, device: Device
-) -> PersistentConfig:
-  """The config without slots whose loads would only wait in the memory's queues.
-
-  What all SMs ask the memory for, and have not got yet, is worth what it delivers in its
-  latency. With more of it, products that the memory bounds took up to 9% longer (H200,
-  16 bits): 7x7520x32x416 TN 15.2 us with 13 slots, 13.9 with eight; 1x6144x4096 14.8 with
-  12, 14.1 with nine. An SM alone needs some slots for its own latency.
-  """
-  if problem.itemsize != 2:
-    return config
-  slot = specialised.slot_bytes(problem, config)
-  product = specialised.multiplied(problem, config)
-  asked = tiles.SWIZZLE_BYTES * _rows_at_once(product, config, num_tiles, device)
-  enough = max(
-      round(_IN_FLIGHT_US * device.bandwidth_tbps * 1e6 / asked),
-      1 + tiles.cdiv(_AHEAD_BYTES, slot), _ENOUGH_STAGES,
-  )
-  return dataclasses.replace(config, num_stages=min(config.num_stages, enough))
-
-
-def _rows_at_once(
-    product: Problem, config: PersistentConfig, num_tiles: int, device: Device
-) -> int:
-  """Rows of lhs and columns of rhs, each once, of a k tile of all CTAs at once."""
-  at_once = min(num_tiles, device.num_sms)
-  tiles_m = tiles.cdiv(product.m, config.tile_m)
-  tiles_n = tiles.cdiv(product.product_n, config.tile_n)
-  along_m = min(tiles_m, tiles.GRID_WIDTH)  # Of the band that they walk.
-  products = max(1, at_once // (tiles_m * tiles_n))
-  along_n = min(tiles_n, tiles.cdiv(at_once, products * along_m))
-  along_m = min(tiles_m, tiles.cdiv(at_once, products * along_n))
-  rows = along_m * min(config.tile_m, product.m)
-  return products * (rows + along_n * min(config.tile_n, product.product_n))
-
-
-def _tile_k(problem: Problem, fields: Mapping[str, Any]) -> int:
-  if fields.get("split_lhs"):
-    return lhs_registers.TILE_K
-  return tiles.swizzle_elems(parts.product(problem).dtype)
 
 
 def _with_loads(
@@ -434,7 +338,7 @@ def _with_loads(
   if config.runs:
     yield kernel, config
     return
-  yield kernel, _without_queue(problem, config, num_tiles, device)
+  yield kernel, ring_slots.without_queue(problem, config, num_tiles, device)
   if config.consumers == 1 and problem.itemsize == 2:
     if passes(problem, config):
       producers = specialised.LOADING_PRODUCERS

@@ -19,7 +19,7 @@ LAYERS = (
     ("device", "arguments", "operand_passes", "cost_constants"),
     ("work",),
     ("traffic",),
-    ("cost_model", "tile_shapes"),
+    ("cost_model", "tile_shapes", "ring_slots"),
     ("xla_times",),
     ("contexts", "table", "heuristics", "dims", "precision", "reference", "quantisation"),
     ("triton_heuristics", "user_table", "invariance", "recording"),
@@ -39,9 +39,8 @@ LAYERS = (
 )
 KERNEL_IMPORTERS = {
     "cost_model", "cotangents", "heuristics", "invariance", "launch", "losses",
-    "operand_passes", "plan",
-    "table", "tile_shapes", "traffic", "triton_heuristics", "user_table", "work",
-    "xla_times",
+    "operand_passes", "plan", "ring_slots", "table", "tile_shapes", "traffic",
+    "triton_heuristics", "user_table", "work", "xla_times",
 }
 # A checkout has suites to tune for; a wheel has none, and must not miss them.
 SUITES_IMPORTER = ROOT / "jaxgemm" / "autotune" / "problems.py"

@@ -11,7 +11,15 @@ import jax.numpy as jnp
 import pytest
 
 import jaxgemm
-from jaxgemm import cost_model, device, heuristics, plan, tile_shapes, xla_times
+from jaxgemm import (
+  cost_model,
+  device,
+  heuristics,
+  plan,
+  ring_slots,
+  tile_shapes,
+  xla_times,
+)
 from jaxgemm.contexts import current_target
 from jaxgemm.cost_constants import MODEL
 from pallas_kernels import KERNELS, TILE_KERNELS, specialised, tiles, triton
@@ -585,10 +593,10 @@ def test_slots_by_the_memory_of_the_device():
   problem = Problem(1, 4096, 4096)
   h100 = device.known_device("NVIDIA H100 80GB HBM3")
   slots = [
-      heuristics._without_queue(problem, config, 64, each).num_stages
+      ring_slots.without_queue(problem, config, 64, each).num_stages
       for each in (H200, h100)
   ]
   assert slots == [14, 10]
-  assert heuristics._without_queue(
+  assert ring_slots.without_queue(
       dataclasses.replace(problem, dtype="float8_e4m3fn"), config, 64, H200
   ) is config
