@@ -199,15 +199,17 @@ CASES: dict[str, Case] = {
     "persistent chunks of columns": _persistent(PLAIN, _config(tile_n=256, wg_dim="n")),
     "persistent wide": _persistent(PLAIN, _config(tile_n=384)),
     "persistent padded": _persistent(ODD_PIECES, _one_consumer()),
-    "persistent registers": _persistent(ODD_PIECES, _one_consumer(pad=False)),
+    "persistent registers": _persistent(ODD_PIECES, _one_consumer(misaligned="loads")),
     "persistent registers tt": _persistent(
-        _laid_out(ODD_PIECES, "tt"), _one_consumer(pad=False)),
-    "persistent skewed": _persistent(_with(PLAIN, k=327), _config(skew=True)),
+        _laid_out(ODD_PIECES, "tt"), _one_consumer(misaligned="loads")),
+    "persistent skewed": _persistent(_with(PLAIN, k=327), _config(misaligned="skewed")),
     "persistent skewed swap": _persistent(
-        _laid_out(_with(PLAIN, m=304, n=333), "tn"), _config(skew=True, swap=True)),
-    "persistent runs": _persistent(_with(PLAIN, m=197, k=205), _config(runs=True)),
+        _laid_out(_with(PLAIN, m=304, n=333), "tn"),
+        _config(misaligned="skewed", swap=True)),
+    "persistent runs": _persistent(
+        _with(PLAIN, m=197, k=205), _config(misaligned="runs")),
     "persistent runs of columns": _persistent(
-        _laid_out(_with(PLAIN, m=99), "tn"), _config(runs=True)),
+        _laid_out(_with(PLAIN, m=99), "tn"), _config(misaligned="runs")),
     "persistent swap": _persistent(
         _with(PLAIN, m=24), _config(tile_m=64, tile_n=32, consumers=1, swap=True)),
     "persistent swap turns": _persistent(
@@ -229,10 +231,11 @@ CASES: dict[str, Case] = {
     "split_k fused": _split_k(FUSED, _splits(splits=2)),
     "split_k cluster fused": _split_k(FUSED, _splits(splits=2, cluster_k=2)),
     "split_k registers": _split_k(
-        ODD_PIECES, _splits(tile_m=64, num_stages=6, consumers=1, pad=False, splits=2,
-                            cluster_k=2)),
+        ODD_PIECES, _splits(tile_m=64, num_stages=6, consumers=1, misaligned="loads",
+                            splits=2, cluster_k=2)),
     "split_k skewed": _split_k(
-        _with(PLAIN, n=333), _splits(skew=True, swap=True, splits=2, cluster_k=2)),
+        _with(PLAIN, n=333),
+        _splits(misaligned="skewed", swap=True, splits=2, cluster_k=2)),
     "split_k swap": _split_k(
         _with(PLAIN, m=24), _splits(tile_m=64, tile_n=32, consumers=1, swap=True,
                                     splits=2, cluster_k=2)),

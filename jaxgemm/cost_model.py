@@ -157,9 +157,9 @@ def _busy(work: Work, device: Device, model: Model) -> float:
   if work.num_products == 1:  # Parts stay for several products.
     matrix = max(matrix, work.shared_bytes / model.shared_rate)
   reading = 0.0  # Of lhs, into registers.
-  if work.lhs_runs:
+  if work.lhs_way == "runs":
     reading = model.run * work.conflicts * warpgroup_tile(config)[0] / 64
-  elif work.in_registers:
+  elif work.lhs_way == "skewed":
     reading = model.skew
   store = _store(work, model)
 
@@ -180,7 +180,7 @@ def _busy(work: Work, device: Device, model: Model) -> float:
 
   if in_turn:  # Each tile but the last is stored while the next is multiplied.
     tile = busy_with(1)
-    hidden = busy_with(1, reading / 2) if work.lhs_runs else tile
+    hidden = busy_with(1, reading / 2) if work.lhs_way == "runs" else tile
     again = max(hidden - store, tile / 2, store if work.masked else 0.0)
     return tile + (work.per_sm - 1) * again
   resident = 1 if work.has_roles else _resident(problem, work.kernel, config)
@@ -203,7 +203,7 @@ def _matrix(work: Work, device: Device, model: Model) -> float:
   if wg_n > tiles.WGMMA_COLS:
     matrix *= model.wide
   block = tiles.swizzle_elems(problem.dtype)
-  if wg_n > block and wg_n % block == 0 and not work.in_registers:
+  if wg_n > block and wg_n % block == 0 and work.lhs_way is None:
     if operand_tiles.ways(problem)[1] == "chunks":
       matrix *= model.chunks
   return matrix

@@ -163,7 +163,7 @@ def _skewed_configs(
   for consumers in (1, 2):
     for cols in tile_shapes.skewed(product, device, consumers):
       shape = fragments.ROWS * consumers, cols, consumers, "m", swap
-      yield from _specialised(problem, product, device, shape, skew=True)
+      yield from _specialised(problem, product, device, shape, misaligned="skewed")
 
 
 def _run_configs(
@@ -182,7 +182,7 @@ def _run_configs(
   for rows, consumers, wg_dim in tile_shapes.of_runs(product):
     for tile_n in tile_shapes.skewed(product, device, consumers):
       shape = rows, tile_n, consumers, wg_dim, swap
-      yield from _specialised(problem, product, device, shape, runs=True)
+      yield from _specialised(problem, product, device, shape, misaligned="runs")
 
 
 def _direct_configs(
@@ -297,7 +297,7 @@ def _specialised(
   if _wasteful(product, tile_m, tile_n) or _breaks_lines(product, tile_n):
     return
   like, num_tiles = ring_slots.alike(problem), _num_tiles(product, tile_m, tile_n)
-  if fields.get("runs"):
+  if fields.get("misaligned") == "runs":
     like = problem  # Its slots have whole rows.
   # Larger tiles are of no use where most SMs get none.
   smallest = 64 * 64 * (1 + problem.epilogue.gated)
@@ -316,7 +316,7 @@ def _specialised(
     ):
       # To transpose partial sums may take longer than all else, and gained at most 4%,
       # but where that spares a pass over the larger operand.
-      spares = parts.is_split(problem) or fields.get("skew", False)
+      spares = parts.is_split(problem) or fields.get("misaligned") == "skewed"
       turned = swap and count > cluster_k and not spares
       if num_tiles * count >= enough and not turned:
         fewer = promotion(
@@ -335,15 +335,16 @@ def _with_loads(
   Those wait for their bytes one k tile at a time, and use all slots: by tiles of 128x64
   512x197x64x197 TN took 23.5 us with six, 25.8 with three.
   """
-  if config.runs:
+  if config.lhs_way == "runs":
     yield kernel, config
     return
   yield kernel, ring_slots.without_queue(problem, config, num_tiles, device)
-  if config.consumers == 1 and problem.itemsize == 2:
+  may_load = config.misaligned == "padded" and config.consumers == 1
+  if may_load and problem.itemsize == 2:
     if passes(problem, config):
       producers = specialised.LOADING_PRODUCERS
       stages = config.num_stages // producers * producers
-      yield kernel, dataclasses.replace(config, pad=False, num_stages=stages)
+      yield kernel, dataclasses.replace(config, misaligned="loads", num_stages=stages)
 
 
 def _multicasts(
@@ -353,7 +354,9 @@ def _multicasts(
   crooked = bool(misaligned(problem, tiles.SWIZZLE_BYTES))  # Slow to fetch.
   for candidate in candidates:
     config = candidate.config
-    if not isinstance(config, PersistentConfig) or config.cluster > 1 or not config.pad:
+    if not isinstance(config, PersistentConfig) or config.cluster > 1:
+      continue
+    if config.misaligned == "loads":  # TMA alone multicasts.
       continue
     sizes = []  # Along m and n.
     if crooked:

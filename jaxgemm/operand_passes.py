@@ -26,7 +26,7 @@ Pass = tuple[str, str, int]
 def passes(problem: Problem, config: Config) -> tuple[Pass, ...]:
   """The passes over operands that a config needs if it loads none through registers."""
   found = of_product(product_of(problem, config))
-  if getattr(config, "skew", False) or getattr(config, "runs", False):
+  if getattr(config, "lhs_way", None) is not None:
     return tuple(each for each in found if each[1] != "lhs")
   return found
 

@@ -59,7 +59,7 @@ def staged(
 
 def _most_stages(kernel, like: Problem, config: PersistentConfig) -> int:
   """Slots that shared memory has room for."""
-  if config.runs:  # Those of lhs are not as many as the ring's.
+  if config.lhs_way == "runs":  # Those of lhs are not as many as the ring's.
     for stages in range(_MAX_STAGES, 0, -1):
       more = dataclasses.replace(config, num_stages=stages)
       if kernel.smem_bytes(like, more) <= tiles.SMEM_LIMIT_BYTES:

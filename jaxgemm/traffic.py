@@ -42,7 +42,7 @@ def row_costs(work: Work, model: Model, crooked_rows: float) -> tuple[float, flo
     if operand not in work.padded:
       share = max(share, crooked(shape[-1] * problem.itemsize, model))
     extra += crooked_rows * share
-    if operand == "lhs" and work.lhs_runs:
+    if operand == "lhs" and work.lhs_way == "runs":
       extra = 0.0  # It has no rows.
     costs.append(1.0 + extra * tiles.SWIZZLE_BYTES / row_bytes)
   return costs[0], costs[1]
@@ -60,7 +60,7 @@ def supply(work: Work, model: Model) -> float:
   """Time to bring what one step multiplies into shared memory."""
   problem, config = work.problem, work.config
   rows = config.tile_m  # Those beyond the last are not loaded, if lhs is k-major.
-  if problem.lhs_layout == "k-major" or work.lhs_runs:
+  if problem.lhs_layout == "k-major" or work.lhs_way == "runs":
     rows = min(rows, problem.m)
   cols = tiles.round_up(config.tile_n, tiles.rhs_block(problem))
   share_rhs, share_lhs = work.multicast

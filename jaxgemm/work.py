@@ -47,8 +47,7 @@ class Work:
     row_bytes: of the result, as it is stored.
     masked: whether TMA cannot store it (rows begin 16 bytes apart there).
     runs: whether its tiles leave in one bulk copy each all the same.
-    in_registers: whether lhs comes skewed or in runs, and goes through registers.
-    lhs_runs: whether it comes in runs.
+    lhs_way: see PersistentConfig.
     promotes: whether consumers stop to add their sums to rounded ones.
   """
 
@@ -69,10 +68,8 @@ class Work:
 
     self.splits, self.cluster_k = _of(config, "splits"), _of(config, "cluster_k")
     self.sums = self.splits // self.cluster_k
-    self.lhs_runs = bool(getattr(config, "runs", False))
-    skewed = bool(getattr(config, "skew", False))
-    self.in_registers = skewed or self.lhs_runs
-    interleaved = skewed and specialised.interleaves(problem, config)
+    self.lhs_way = getattr(config, "lhs_way", None)
+    interleaved = self.has_roles and specialised.interleaves(problem, config)
     self.masked = self.sums == 1 and (
         kernel == direct.NAME or self.row_bytes % 16 > 0 or interleaved
     )
@@ -103,7 +100,7 @@ class Work:
       self.loaded = tuple(operand for _, operand, _ in self.passes)
       self.passes = ()
     self.padded = tuple(operand for _, operand, _ in self.passes)
-    self.padded += ("lhs",) * self.lhs_runs
+    self.padded += ("lhs",) * (self.lhs_way == "runs")
     if split:
       self.passes = operand_passes.splitting(problem, config, split)
 
@@ -143,7 +140,7 @@ class Work:
   @property
   def conflicts(self) -> float:
     """Times that a warp's load of an lhs that comes in runs takes, for equal banks."""
-    if not self.lhs_runs:
+    if self.lhs_way != "runs":
       return 0.0
     problem = self.problem
     return run_loads.conflicts(

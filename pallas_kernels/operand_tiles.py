@@ -336,7 +336,7 @@ def takes_loads(problem: Problem, config) -> bool:
 
   float32 operands take a pass anyway, which pads them at no cost.
   """
-  return not getattr(config, "pad", True) and problem.itemsize == 2
+  return getattr(config, "misaligned", None) == "loads" and problem.itemsize == 2
 
 
 def _round_to_tf32(x: jax.Array) -> jax.Array:
@@ -404,10 +404,8 @@ def prepare(
     pad_for.append(None)
     if by_registers and not emulated:
       its_way = "loads"
-    elif is_lhs and getattr(config, "skew", False) and not emulated:
-      its_way, its = "skewed", tuple(x.reshape(-1) for x in its)
-    elif is_lhs and getattr(config, "runs", False) and not emulated:
-      its_way, its = "runs", tuple(x.reshape(-1) for x in its)
+    elif is_lhs and getattr(config, "lhs_way", None) and not emulated:
+      its_way, its = config.lhs_way, tuple(x.reshape(-1) for x in its)
     elif padding.needs_padding(*its[0].shape[1:], dtype, its_way):
       if takes_loads(problem, config) and not emulated:
         its_way = "loads"

@@ -17,11 +17,11 @@ work while a tile is stored:
   consumer 0                 | wgmma of tile 0 | epilogue, store | wgmma of tile 2
   consumer 1                                   | wgmma of tile 1 | epilogue, store
 
-With `pad` false, three producers load what TMA cannot take through registers, k tiles
-in turn; with `skew` TMA brings such an lhs all the same (see `skewed`), with `runs` bulk
-copies bring whole rows of it (see `run_loads`). With clusters, two or four neighbours
-along m share the rhs tile, and neighbours along n the lhs tile: each loads its part of it
-and multicasts it to all.
+Of operands that TMA cannot take and no pass pads (`misaligned`), three producers load
+them through registers, k tiles in turn; or TMA brings lhs all the same, skewed (see
+`skewed`), or bulk copies bring whole rows of it (see `run_loads`). With clusters, two or
+four neighbours along m share the rhs tile, and neighbours along n the lhs tile: each
+loads its part of it and multicasts it to all.
 
 Barriers: see `ring`. Constraints: see `specialised`.
 Source: the warp-specialised persistent schedules, cooperative and ping-pong, of
@@ -272,7 +272,8 @@ def run(
       epilogue.finish()
 
     rings.specialise(
-        wg, config.consumers, _load, _multiply_and_store, only_copies=config.pad
+        wg, config.consumers, _load, _multiply_and_store,
+        only_copies=config.misaligned != "loads",
     )
 
   scratch, workspace = ring.scratch(), {}

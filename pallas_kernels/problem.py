@@ -357,12 +357,12 @@ class PersistentConfig:
     grid_width: width, in (cluster) tiles, of the band that they walk.
     promote: k tiles after which the sums leave the tensor cores' accumulator for
       ordinary float32 registers; 0: only at the end (see `accumulate`, `parts`).
-    pad: what becomes of operands that TMA cannot take: a pass pads them, or else
-      the producer loads them through registers (see `register_loads`).
-    skew: lhs that TMA cannot stride over is copied skewed, and goes to wgmma through
-      the consumers' registers (see `skewed`); rhs may need a pass that pads it.
-    runs: such an lhs in tiles of whole rows, all of k or all of m, comes in bulk copies
-      instead (see `run_loads`).
+    misaligned: the way of operands that TMA cannot stride over. "padded": a pass pads
+      them first; "loads": the producer loads them through its registers (see
+      `register_loads`). Of lhs alone, which then goes to wgmma through the consumers'
+      registers, while a pass pads such an rhs: "skewed": TMA copies it skewed (see
+      `skewed`); "runs": in tiles of whole rows, all of k or all of m, it comes in bulk
+      copies (see `run_loads`).
     swap: multiply transposed: tile_m and cluster_m then count columns of the result,
       tile_n and cluster_n its rows, of which wgmma takes any multiple of 8.
     float16_parts: form products of algorithm bf16_x6 from three of float16 parts,
@@ -383,12 +383,15 @@ class PersistentConfig:
   grid_minor: Literal["m", "n"] = "m"
   grid_width: int = 8
   promote: int = 0
-  pad: bool = True
-  skew: bool = False
-  runs: bool = False
+  misaligned: Literal["padded", "loads", "skewed", "runs"] = "padded"
   swap: bool = False
   float16_parts: bool = False
   split_lhs: bool = False
+
+  @property
+  def lhs_way(self) -> Literal["skewed", "runs"] | None:
+    """How lhs comes if it goes to wgmma through the consumers' registers; else None."""
+    return self.misaligned if self.misaligned in ("skewed", "runs") else None
 
   @property
   def cluster_axes(self) -> dict[str, int]:

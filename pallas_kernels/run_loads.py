@@ -228,15 +228,15 @@ def check(problem: Problem, config: PersistentConfig) -> str | None:
   k_major = problem.lhs_layout == "k-major"
   cols = problem.lhs_shape[2]
   if problem.itemsize != 2:
-    return f"runs=True: {problem.dtype} operands do not come so, 16-bit ones do"
+    return f"misaligned='runs': so come 16-bit operands, not {problem.dtype}"
   if cols % _UNIT == 0:
-    return "runs=True: TMA strides over the rows of this lhs"
+    return "misaligned='runs': TMA strides over the rows of this lhs"
   if config.tile_k != TILE_K:
-    return f"tile_k={config.tile_k}: runs=True takes {TILE_K}"
+    return f"tile_k={config.tile_k}: misaligned='runs' takes {TILE_K}"
   if not k_major and config.tile_m < problem.m:
-    return f"tile_m={config.tile_m}: runs=True takes all of m={problem.m} rows"
+    return f"tile_m={config.tile_m}: misaligned='runs' takes all of m={problem.m} rows"
   if k_major and getattr(config, "splits", 1) > 1:
-    return f"splits={config.splits}: runs=True takes all of k in a tile"
+    return f"splits={config.splits}: misaligned='runs' takes all of k in a tile"
   return None
 
 

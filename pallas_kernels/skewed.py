@@ -284,19 +284,22 @@ def check(problem: Problem, config: PersistentConfig) -> str | None:
   k_major = problem.lhs_layout == "k-major"
   rows, cols = problem.lhs_shape[1:]
   if problem.itemsize != 2:
-    return f"skew=True: {problem.dtype} operands do not come so, 16-bit ones do"
+    return f"misaligned='skewed': so come 16-bit operands, not {problem.dtype}"
   if cols % _UNIT == 0:
-    return "skew=True: TMA strides over the rows of this lhs"
+    return "misaligned='skewed': TMA strides over the rows of this lhs"
   if rows < ARRAYS:
-    return f"skew=True: lhs has {rows} rows, fewer than {ARRAYS}"
+    return f"misaligned='skewed': lhs has {rows} rows, fewer than {ARRAYS}"
   several = problem.batch > 1 and problem.lhs_batched
   if several and not k_major and rows % TILE_K:
-    return f"skew=True: tiles of {rows} rows of k would reach into the next product's"
+    return (
+        f"misaligned='skewed': tiles of {rows} rows of k would reach into the next"
+        " product's"
+    )
   tile = Skewed(rows, cols, config.tile_m, k_major, problem.dtype)
   if tile.slot_shape[-1] > _MAX_BOX:
     return f"tile_m={config.tile_m}: TMA copies {_MAX_BOX} elements of an m-major row"
   if config.tile_k != TILE_K:
-    return f"tile_k={config.tile_k}: skew=True takes {TILE_K}"
+    return f"tile_k={config.tile_k}: misaligned='skewed' takes {TILE_K}"
   return None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 import dataclasses
 import math
+import typing
 
 from pallas_kernels import (
   accumulate,
@@ -30,6 +31,12 @@ LOADING_PRODUCERS = 3  # Where registers load operands: see `num_producers`.
 MAX_BARRIERS = 32  # In one array of barriers.
 MAX_SUMS_BESIDE_RUN = 128  # Registers of an accumulator beside lhs that comes in runs.
 MAX_UNTRADED_SUMS = 64  # Registers of an accumulator beside producers that need some.
+# What fields that are words may say.
+_WORDS = {
+    name: typing.get_args(hint)
+    for name, hint in typing.get_type_hints(PersistentConfig).items()
+    if typing.get_origin(hint) is typing.Literal
+}
 Supports = Callable[[Problem, PersistentConfig], str | None]
 
 
@@ -56,6 +63,9 @@ def multiplied(problem: Problem, config: PersistentConfig) -> Problem:
 
 def check_config(problem: Problem, config: PersistentConfig) -> str | None:
   """Why the tiles, the ring or the cluster cannot be, or None."""
+  for name, words in _WORDS.items():
+    if getattr(config, name) not in words:
+      return f"{name}={getattr(config, name)!r} is none of {', '.join(words)}"
   if config.consumers not in rings.CONSUMER_REGISTERS:
     return f"consumers={config.consumers} must be 1, 2 or 3"
   if config.consumers == 3 and config.wg_dim != "m":
@@ -98,55 +108,53 @@ def check_config(problem: Problem, config: PersistentConfig) -> str | None:
 
 def _check_loads(problem: Problem, config: PersistentConfig) -> str | None:
   """Why registers cannot load operands, or None."""
-  if config.pad:
+  if config.misaligned != "loads":
     return None
   if problem.itemsize != 2:
-    return f"pad=False: registers load 16-bit operands, not {problem.dtype}"
+    return f"misaligned='loads': registers load 16-bit operands, not {problem.dtype}"
   if config.cluster_m * config.cluster_n > 1:
-    return "pad=False excludes cluster_m and cluster_n: only TMA multicasts"
+    return "misaligned='loads' excludes cluster_m and cluster_n: only TMA multicasts"
   if config.consumers > 1:
-    return "pad=False leaves registers for one consumer"
+    return "misaligned='loads' leaves registers for one consumer"
   if (reason := register_loads.check_columns(config.tile_n)) is not None:
-    return f"pad=False: {reason}"
+    return f"misaligned='loads': {reason}"
   if config.num_stages % LOADING_PRODUCERS:
     return (
-        f"pad=False: num_stages={config.num_stages} must be a multiple of"
+        f"misaligned='loads': num_stages={config.num_stages} must be a multiple of"
         f" {LOADING_PRODUCERS}, the number of producers"
     )
   sums = config.tile_m * config.tile_n // tiles.WG_THREADS
   if sums * (2 if config.promote else 1) > MAX_UNTRADED_SUMS:
     return (
-        f"pad=False: sums of {config.tile_m}x{config.tile_n} leave too few registers"
-        " to load with"
+        f"misaligned='loads': sums of {config.tile_m}x{config.tile_n} leave too few"
+        " registers to load with"
     )
   return None
 
 
 def check_in_registers(problem: Problem, config: PersistentConfig) -> str | None:
   """Why lhs cannot come skewed or in runs, or None."""
-  if not (config.skew or config.runs):
+  if config.lhs_way is None:
     return None
-  if config.skew and config.runs:
-    return "skew=True excludes runs=True"
-  way, check = ("skew", skewed.check) if config.skew else ("runs", run_loads.check)
+  check = {"skewed": skewed.check, "runs": run_loads.check}[config.lhs_way]
   product = multiplied(problem, config)
   if (reason := check(product, config)) is not None:
     return reason
-  for name, wanted in (("pad", True), ("cluster_n", 1)):
-    if getattr(config, name) != wanted:
-      return f"{name}={getattr(config, name)}: {way}=True takes {wanted}"
+  way, skews = f"misaligned={config.lhs_way!r}", config.lhs_way == "skewed"
+  if config.cluster_n > 1:
+    return f"{way} excludes cluster_n: no lhs is multicast so"
   wg_m, wg_n = wg_tile(config)
-  if config.skew and (wg_m != fragments.ROWS or wg_n != config.tile_n):
-    return f"skew=True: each consumer takes {fragments.ROWS} rows of a tile, all columns"
-  if config.runs and wg_n != config.tile_n:
-    return "runs=True: each consumer takes all columns of a tile"
-  if config.runs and wg_m * wg_n > MAX_SUMS_BESIDE_RUN * tiles.WG_THREADS:
-    return f"runs=True: sums of {wg_m}x{wg_n} leave too few registers for lhs"
+  if wg_n != config.tile_n:
+    return f"{way}: each consumer takes all columns of a tile"
+  if skews and wg_m != fragments.ROWS:
+    return f"{way}: each consumer takes {fragments.ROWS} rows of a tile"
+  if not skews and wg_m * wg_n > MAX_SUMS_BESIDE_RUN * tiles.WG_THREADS:
+    return f"{way}: sums of {wg_m}x{wg_n} leave too few registers for lhs"
   epilogue = problem.epilogue
   if epilogue.gated or epilogue.has_c or epilogue.scaling != "none":
-    return f"{way}=True excludes c, scales and gated products"
-  if config.skew and config.swap and epilogue.has_bias:
-    return "skew=True with swap=True excludes bias"
+    return f"{way} excludes c, scales and gated products"
+  if skews and config.swap and epilogue.has_bias:
+    return f"{way} with swap=True excludes bias"
   return None
 
 
@@ -166,7 +174,7 @@ def check_swap(problem: Problem, config: PersistentConfig) -> str | None:
   if epilogue.c_dtype == "float32":
     return "swap=True takes c of 16 bits, not float32"
   odd = problem.n % tiles.tma_stride_elems(problem.out_dtype) > 0
-  if odd and not (config.skew or config.runs):
+  if odd and config.lhs_way is None:
     return f"swap=True: TMA cannot store rows of n={problem.n} elements"
   return None
 
@@ -189,9 +197,9 @@ def check_gated(problem: Problem, config: PersistentConfig) -> str | None:
     return f"gated products are of 16-bit operands, not of {problem.dtype}"
   if config.wg_dim == "n":
     return "wg_dim='n': each consumer of a gated product needs columns of both rhs"
-  for name, wanted in (("promote", 0), ("pad", True), ("swap", False)):
+  for name, wanted in (("promote", 0), ("misaligned", "padded"), ("swap", False)):
     if getattr(config, name) != wanted:
-      return f"{name}={getattr(config, name)}: gated products take {wanted}"
+      return f"{name}={getattr(config, name)!r}: gated products take {wanted!r}"
   step = 2 * max(tiles.rhs_block(problem), tiles.LEAST_COLUMNS)
   if config.tile_n % step:
     return f"tile_n={config.tile_n} must be a multiple of {step} for two rhs"
@@ -253,7 +261,9 @@ def _epilogue(
 
 def interleaves(problem: Problem, config: PersistentConfig) -> bool:
   """Whether rows of a consumer's sums stand for others: see `skewed.row_of`."""
-  return config.skew and multiplied(problem, config).lhs_layout == "k-major"
+  if config.lhs_way != "skewed":
+    return False
+  return multiplied(problem, config).lhs_layout == "k-major"
 
 
 def epilogue_room(
@@ -262,7 +272,7 @@ def epilogue_room(
   """Shared memory that the ring, the barriers and `others` leave; less than 0: too much.
   """
   ring = config.num_stages * slot_bytes(problem, config)
-  if config.runs:
+  if config.lhs_way == "runs":
     ring += run_loads.slots_bytes(multiplied(problem, config), config)
   return tiles.SMEM_LIMIT_BYTES - ring - tiles.BARRIER_BYTES - others
 
@@ -274,11 +284,11 @@ def slot_bytes(problem: Problem, config: PersistentConfig) -> int:
   split, product = parts.of(problem, config), multiplied(problem, config)
   lhs_parts = rhs_parts = split.count if split else 1
   lhs_bytes = 0
-  if config.skew:
-    k_major = product.lhs_layout == "k-major"
-    lhs_parts, lhs_bytes = 0, skewed.slot_bytes(config.tile_m, k_major=k_major)
-  elif config.runs:
+  if config.lhs_way is not None:
     lhs_parts = 0
+  if config.lhs_way == "skewed":
+    k_major = product.lhs_layout == "k-major"
+    lhs_bytes = skewed.slot_bytes(config.tile_m, k_major=k_major)
   return lhs_bytes + tiles.slot_bytes(
       product, config.tile_m, config.tile_n, config.tile_k, lhs_parts=lhs_parts,
       rhs_parts=rhs_parts,
@@ -314,7 +324,7 @@ def num_teams(config: PersistentConfig) -> int:
 
 def num_producers(config: PersistentConfig) -> int:
   """Warpgroups that load; several wait for memory at once, where TMA does not."""
-  return 1 if config.pad else LOADING_PRODUCERS
+  return LOADING_PRODUCERS if config.misaligned == "loads" else 1
 
 
 def of_bfloat16_parts(

@@ -29,11 +29,11 @@ LAYOUTS = {
 }
 
 # Of lhs that comes skewed: its configs, and (layouts, swap).
-SKEWED_FIELDS = dict(tile_m=64, tile_n=64, consumers=1, num_stages=4, skew=True)
+SKEWED_FIELDS = dict(tile_m=64, tile_n=64, consumers=1, num_stages=4, misaligned="skewed")
 SKEWED = [(layouts, swap) for swap in (False, True) for layouts in LAYOUTS]
 
 # Of lhs that comes in runs of whole rows: their configs.
-RUN_FIELDS = dict(tile_m=64, tile_n=64, consumers=1, num_stages=4, runs=True)
+RUN_FIELDS = dict(tile_m=64, tile_n=64, consumers=1, num_stages=4, misaligned="runs")
 
 KERNELS_AND_DTYPES = [
     (kernel, dtype)

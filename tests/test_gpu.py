@@ -210,7 +210,9 @@ def test_consumers_that_take_tiles_in_turn(size, layouts):
 @pytest.mark.parametrize("tile", kernel_cases.LOADING_TILES, ids=str)
 def test_operands_loaded_through_registers(tile, size, layouts):
   """Rows that begin at any even address; inf and nan stay in their rows."""
-  fields = dict(tile_m=tile[0], tile_n=tile[1], consumers=1, num_stages=6, pad=False)
+  fields = dict(
+      tile_m=tile[0], tile_n=tile[1], consumers=1, num_stages=6, misaligned="loads"
+  )
   for kernel, more in [("persistent", {}), ("split_k", dict(splits=2, cluster_k=2)),
                        ("split_k", dict(splits=2))]:
     if kernel == "persistent" or size[2] > 64:
@@ -282,7 +284,7 @@ def test_skewed_lhs_sums_as_padded_does(layouts, size, dtype):
   operands = kernel_cases.random_operands(problem)
   found = [
       np.asarray(launch("persistent", problem, each, operands))
-      for each in (config, dataclasses.replace(config, skew=True))
+      for each in (config, dataclasses.replace(config, misaligned="skewed"))
   ]
   np.testing.assert_array_equal(*found)
 

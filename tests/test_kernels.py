@@ -203,7 +203,9 @@ def test_consumers_that_take_tiles_in_turn(num_stages, k):
 @pytest.mark.slow
 def test_several_producers(num_stages, k):
   """They take k tiles in turn; here TMA loads for them, on the chip registers do."""
-  fields = dict(tile_m=64, tile_n=64, consumers=1, num_stages=num_stages, pad=False)
+  fields = dict(
+      tile_m=64, tile_n=64, consumers=1, num_stages=num_stages, misaligned="loads"
+  )
   problem = make_problem(100, 201, k, "NT")
   check("persistent", problem, small_config("persistent", **fields), num_sms=3)
   if k > 128:
@@ -293,6 +295,8 @@ def test_tile_order_visits_every_tile_once(shape, width, minor):
 
 # -- What the kernels refuse ---------------------------------------------------------
 
+LOADS = dict(misaligned="loads")
+
 
 @pytest.mark.parametrize(
     ("kernel", "fields", "named"),
@@ -317,10 +321,11 @@ def test_tile_order_visits_every_tile_once(shape, width, minor):
         ("split_k", dict(splits=4, cluster_k=2, cluster_m=2), "excludes cluster_m"),
         ("split_k", dict(wg_dim="tile"), "wg_dim=tile"),
         ("persistent", dict(wg_dim="tile", tile_m=64, tile_n=16, num_stages=17), "16"),
-        ("persistent", dict(pad=False), "one consumer"),
-        ("persistent", dict(pad=False, cluster_m=2), "only TMA multicasts"),
-        ("persistent", dict(pad=False, consumers=1, num_stages=4), "multiple of 3"),
-        ("persistent", dict(pad=False, consumers=1, num_stages=3), "too few registers"),
+        ("persistent", LOADS, "one consumer"),
+        ("persistent", dict(LOADS, cluster_m=2), "only TMA multicasts"),
+        ("persistent", dict(LOADS, consumers=1, num_stages=4), "multiple of 3"),
+        ("persistent", dict(LOADS, consumers=1, num_stages=3), "too few registers"),
+        ("persistent", dict(misaligned="skew"), "misaligned='skew' is none of padded"),
     ],
 )
 def test_supports_names_the_constraint(kernel, fields, named):

@@ -165,9 +165,9 @@ def test_registers_load_what_would_be_padded(tile, kernel, layouts):
   fields = dict(tile_m=tile[0], tile_n=tile[1], consumers=1, num_stages=6)
   for batch, count in [(1, 2), (3, 2)]:
     problem = make_problem(1001, 515, 333, layouts, batch=batch)
-    text = lowered(kernel, problem, small_config(kernel, pad=True, **fields))
+    text = lowered(kernel, problem, small_config(kernel, misaligned="padded", **fields))
     assert len(_padded(text)) == count
-    text = lowered(kernel, problem, small_config(kernel, pad=False, **fields))
+    text = lowered(kernel, problem, small_config(kernel, misaligned="loads", **fields))
     assert not _padded(text)
 
 

@@ -132,7 +132,7 @@ def test_inf_and_nan_are_those_of_float32():
     [
         ("persistent", small(promote=0), "promote=0"),
         ("persistent", small(promote=3), "promote=3"),
-        ("persistent", small(pad=False, consumers=1), "pad=False"),
+        ("persistent", small(misaligned="loads", consumers=1), "misaligned='loads'"),
         ("persistent", small(tile_n=256), "promoted sum"),
         ("persistent", small(num_stages=3), "shared memory"),
         ("persistent", small(tile_k=32), "tile_k=32 must be 64"),

@@ -179,11 +179,11 @@ def test_rows_are_those_of_the_result_also_of_swapped_operands(n, crooked):
   assert (with_it > without) == crooked
 
 
-@pytest.mark.parametrize("pad", [True, False])
-def test_operands_that_a_pass_pads_are_not_hot(pad):
+@pytest.mark.parametrize("way", ["padded", "loads"])
+def test_operands_that_a_pass_pads_are_not_hot(way):
   """Their rows begin at whole lines."""
   config = PersistentConfig(
-      tile_m=64, tile_n=64, num_stages=6, consumers=1, pad=pad
+      tile_m=64, tile_n=64, num_stages=6, consumers=1, misaligned=way
   )
   cold = dataclasses.replace(MODEL, hot=0.0)
   times = lambda k: [

@@ -176,15 +176,14 @@ def test_emulated(layouts, swap):
     ("problem", "fields", "named"),
     [
         (dict(k=328), {}, "TMA strides over"),
-        (dict(dtype="float32"), dict(tile_k=32), "float32 operands"),
+        (dict(dtype="float32"), dict(tile_k=32), "16-bit operands, not float32"),
         (dict(m=7), {}, "has 7 rows"),
         (dict(batch=2, layouts="TN"), {}, "333 rows of k would reach into the next"),
         (dict(layouts="TN"), dict(tile_m=256, consumers=2), "TMA copies 256"),
         ({}, dict(tile_k=128), "tile_k=128"),
         ({}, dict(tile_m=128), "64 rows of a tile"),
-        ({}, dict(consumers=2, wg_dim="n"), "64 rows of a tile"),
-        ({}, dict(pad=False), "pad=False"),
-        ({}, dict(cluster_n=2), "cluster_n=2"),
+        ({}, dict(consumers=2, wg_dim="n"), "all columns of a tile"),
+        ({}, dict(cluster_n=2), "excludes cluster_n"),
         (dict(epilogue=Epilogue(beta=1.0, c_dtype="bfloat16")), {}, "excludes c"),
         (dict(epilogue=Epilogue(has_bias=True)), dict(swap=True), "excludes bias"),
     ],
@@ -211,15 +210,14 @@ def test_plans(size, layouts, skews):
   """Large operands, a pass over which would take long, come skewed."""
   device = known_device("NVIDIA H200")
   best = heuristics.candidates(make_problem(*size, layouts), device)[0]
-  assert best.config.skew == skews if hasattr(best.config, "skew") else not skews
+  assert (getattr(best.config, "lhs_way", None) == "skewed") == skews
 
 
 def test_a_skewed_operand_takes_no_pass():
   device = known_device("NVIDIA H200")
   problem = make_problem(8192, 768, 50257, "NN")
   listed = heuristics.candidates(problem, device)
-  best = next(c for c in listed if c.config.skew)
-  other = dataclasses.replace(best.config, skew=False)
-  assert "padding" not in best.reason
-  assert math.isfinite(best.time_us) and KERNELS["persistent"].supports(problem, other)\
-      is None
+  best = next(c for c in listed if c.config.lhs_way == "skewed")
+  other = dataclasses.replace(best.config, misaligned="padded")
+  assert "padding" not in best.reason and math.isfinite(best.time_us)
+  assert KERNELS["persistent"].supports(problem, other) is None
