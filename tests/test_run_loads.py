@@ -17,9 +17,9 @@ from jaxgemm.device import known_device
 from pallas_kernels import KERNELS, run_loads
 from pallas_kernels.problem import Epilogue
 from tests import kernel_cases
+from tests.gpu_cases import check as check_on_gpu
+from tests.gpu_cases import launch
 from tests.kernel_cases import check, lowered, make_problem, small_config
-from tests.test_gpu import check as check_on_gpu
-from tests.test_gpu import launch
 
 FIELDS = kernel_cases.RUN_FIELDS
 H200 = known_device("NVIDIA H200")

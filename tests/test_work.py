@@ -186,3 +186,49 @@ def test_rows_that_share_lines_are_crowded(n, k, layouts, fields, rows):
   free = dataclasses.replace(MODEL, same_lines=0.0)
   more = traffic.supply(found, MODEL) - traffic.supply(found, free)
   assert more == pytest.approx(MODEL.same_lines * 128 * rows / MODEL.l2_rate, abs=1e-9)
+
+
+@pytest.mark.parametrize(("n", "crooked"), [(65536, False), (65544, True)])
+def test_rows_are_those_of_the_result_also_of_swapped_operands(n, crooked):
+  config = PersistentConfig(tile_m=64, tile_n=48, num_stages=8, consumers=1, swap=True)
+  straight = dataclasses.replace(MODEL, crooked_stores=0.0)
+  with_it, without = (
+      cost_model.estimate(Problem(40, n, 64), "persistent", config, H200, model).time_us
+      for model in (MODEL, straight)
+  )
+  assert (with_it > without) == crooked
+
+
+@pytest.mark.parametrize("way", ["padded", "loads"])
+def test_operands_that_a_pass_pads_are_not_hot(way):
+  """Their rows begin at whole lines."""
+  config = PersistentConfig(
+      tile_m=64, tile_n=64, num_stages=6, consumers=1, misaligned=way
+  )
+  cold = dataclasses.replace(MODEL, hot=0.0)
+  times = lambda k: [
+      cost_model.estimate(Problem(64, 8192, k), "persistent", config, H200, model).time_us
+      for model in (MODEL, cold)
+  ]
+  assert times(4095)[0] == times(4095)[1]
+  assert times(4104)[0] > times(4104)[1]  # TMA takes these rows as they are.
+
+
+def test_shared_crooked_rows_wait_for_slots():
+  """Those of an operand of which CTAs share tiles; not the other's, nor aligned ones."""
+  free = dataclasses.replace(MODEL, shared_slot=0.0)
+
+  def waits(m, n, k, **clusters):
+    problem = Problem(m, n, k)
+    config = dataclasses.replace(PersistentConfig(), **clusters)
+    estimates = [
+        cost_model.estimate(problem, "persistent", config, H200, model).time_us
+        for model in (MODEL, free)
+    ]
+    return estimates[0] > estimates[1]
+
+  # lhs has rows of k, rhs rows of n.
+  assert waits(4096, 4104, 4096, cluster_m=2) and waits(4096, 4096, 4104, cluster_n=2)
+  assert not waits(4096, 4096, 4104, cluster_m=2)
+  assert not waits(4096, 4104, 4096, cluster_n=2)
+  assert not waits(4096, 4096, 4096, cluster_m=2) and not waits(4104, 4104, 4104)

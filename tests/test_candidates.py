@@ -1,0 +1,236 @@
+"""Which configs the heuristics list, and in which order."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+
+from jaxgemm import device, heuristics, ring_slots, tile_shapes
+from pallas_kernels import KERNELS, specialised, tiles
+from pallas_kernels.problem import Epilogue, PersistentConfig, Problem
+from tests import kernel_cases
+
+H200 = device.known_device("NVIDIA H200")
+
+
+@pytest.mark.parametrize(("k", "listed"), [(256, True), (249, True), (320, True),
+                                           (313, False)])
+def test_direct_shifts_few_k_tiles(k, listed):
+  """Rows of odd length, which it shifts in registers, of at most four."""
+  found = heuristics.candidates(Problem(617, 519, k, rhs_layout="k-major"), H200)
+  assert any(c.kernel == "direct" for c in found) == listed
+
+
+def test_clusters_of_direct_have_few_k_tiles_each():
+  found = heuristics.candidates(Problem(72, 168, 1400, lhs_layout="m-major"), H200)
+  shared = [c.config for c in found if c.kernel == "direct"]
+  assert {config.splits for config in shared} == {3, 4, 6, 8}
+  assert found[0].config in shared  # A ring of shared memory has no time to fill.
+  long = heuristics.candidates(Problem(72, 168, 64 * 65), H200)
+  assert not any(c.kernel == "direct" for c in long)
+
+
+def test_partial_sums_are_not_transposed():
+  found = heuristics.candidates(Problem(40, 432, 6856), H200)
+  split = [c.config for c in found if c.kernel == "split_k"]
+  assert any(c.splits > c.cluster_k for c in split)
+  assert any(c.swap for c in split)
+  assert not any(c.swap and c.splits > c.cluster_k for c in split)
+
+
+@pytest.mark.parametrize(
+    "m, n, k, batch, one_row",
+    [(5984, 312, 2816, 1, False), (5144, 40, 3704, 4, True)], ids=str,
+)
+def test_little_is_shared_only_where_all_ask_for_it(m, n, k, batch, one_row):
+  """By CTAs along n: the rows of a tile that is much wider than high."""
+  problem = kernel_cases.make_problem(m, n, k, "TT", batch=batch)
+  shared = [
+      c.config for c in heuristics.candidates(problem, H200)
+      if c.kernel == "persistent" and c.config.cluster_n > c.config.cluster_m == 1
+  ]
+  assert shared
+  wide = [c for c in shared if c.tile_m < 0.3 * (c.tile_m + c.tile_n)]
+  assert bool(wide) == one_row
+  assert all(c.swap for c in wide)
+
+
+def test_multicast_is_weighed_where_rows_are_slow_to_fetch():
+  clusters = lambda m, n, k: {
+      (c.config.cluster_m, c.config.cluster_n)
+      for c in heuristics.candidates(Problem(m, n, k), H200)
+      if c.kernel == "persistent" and not c.config.swap
+  }
+  assert {(1, 1), (4, 1), (1, 4), (2, 2)} <= clusters(2048, 2048, 4104)
+  assert clusters(2048, 2048, 4096) <= {(1, 1), (2, 1)}
+  # Not where three clusters in four would have CTAs without a tile.
+  assert (4, 1) not in clusters(384, 4000, 3352)
+
+
+@pytest.mark.parametrize("layouts", kernel_cases.LAYOUTS)
+@pytest.mark.parametrize("size", [(784, 4120, 3616), (4000, 300, 64), (1808, 5520, 1656)])
+def test_filling_tiles_are_as_narrow_as_may_be(size, layouts):
+  """With 8 columns less, or a block of rhs, they would take one round more."""
+  problem = Problem(*size, batch=2, **kernel_cases.LAYOUTS[layouts])
+  steps = tiles.column_step(problem.dtype), 16, tiles.rhs_block(problem)
+  count = lambda rows, cols: 2 * tiles.cdiv(problem.m, rows) * tiles.cdiv(problem.n, cols)
+  found = tile_shapes.filling(problem, H200)
+  assert found and found == sorted(found)
+  for rows, cols, consumers, _ in found:
+    assert cols % steps[0] == 0 and rows % (64 * consumers) == 0
+    assert any(
+        count(rows, cols) <= rounds * sms < count(rows, max(cols - step, 1))
+        for rounds in range(1, 7) for sms in (132, H200.ctas_at_once(4))
+        for step in steps if cols % step == 0
+    )
+
+
+def test_tiles_that_fill_the_sms_once():
+  """784 rows are four of 200, and 4120 columns 33 of 128: a tile for each of 132 SMs."""
+  best = heuristics.candidates(Problem(784, 4120, 3616), H200)[0].config
+  assert (best.tile_m, best.tile_n, best.swap) == (128, 200, True)
+
+
+def test_large_crooked_products_change_their_operands_about():
+  """160 columns are no whole blocks of an n-major rhs, of which 256 rows are."""
+  best = heuristics.candidates(Problem(4611, 6992, 2080, batch=5), H200)[0].config
+  assert (best.tile_m, best.tile_n, best.swap) == (256, 160, True)
+
+
+@pytest.mark.parametrize(
+    "sizes, dtype", [((4608, 6976, 2048), "bfloat16"), ((4611, 6992, 2084), "float32")]
+)
+def test_tiles_for_crooked_rows_are_for_no_others(sizes, dtype):
+  assert not tile_shapes.crooked(kernel_cases.make_problem(*sizes, dtype=dtype))
+
+
+def test_no_candidate_is_listed_twice():
+  """Tiles of 256x160 are of equal parts of 320 columns, and for crooked rows, too."""
+  listed = heuristics.candidates(kernel_cases.make_problem(8200, 320, 1000, "NT"), H200)
+  configs = [(each.kernel, each.config) for each in listed]
+  assert len(configs) == len(set(configs))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "epilogue",
+    [
+        Epilogue(),
+        Epilogue(beta=1.0, c_dtype="float32"),
+        Epilogue(has_bias=True, activation="gelu", saves=True),
+        Epilogue(activation="silu", gated=True),
+        Epilogue(activation="silu", gated=True, saves=True),
+        Epilogue(activation="gelu", slopes=1, c_dtype="bfloat16"),
+        Epilogue(activation="silu", slopes=2, c_dtype="bfloat16"),
+    ],
+    ids=str,
+)
+def test_every_epilogue_has_a_plan_at_every_size(epilogue, dtype):
+  """Whatever rows, columns and strides tiles are fitted to."""
+  if dtype == "float32" and epilogue.gated:
+    return
+  of_dtype = {} if dtype == "bfloat16" else dict(
+      dtype=dtype, out_dtype=dtype, algorithm="tf32_f32"
+  )
+  sizes = (1, 8, 17, 50, 197, 784), (64, 1000, 14336), (72, 4096)
+  for m, n, k in itertools.product(*sizes):
+    for layouts in kernel_cases.LAYOUTS.values():
+      problem = Problem(m, n, k, epilogue=epilogue, **layouts, **of_dtype)
+      for candidate in heuristics.candidates(problem, H200):
+        if candidate.kernel != "xla":
+          smem = KERNELS[candidate.kernel].smem_bytes(problem, candidate.config)
+          assert smem <= tiles.SMEM_LIMIT_BYTES
+
+
+def test_one_more_stage_for_smaller_pieces_of_the_result():
+  """Which of the two is faster depends on k."""
+  stages, best = {}, {}
+  for k in (1104, 16384 + 16):
+    problem = Problem(6488, 840, k, rhs_layout="k-major")
+    found = [
+        c.config for c in heuristics.candidates(problem, H200)
+        if c.kernel == "persistent" and (c.config.tile_m, c.config.tile_n) == (256, 176)
+        and c.config.cluster == 1 and not c.config.swap
+    ]
+    stages[k] = {c.num_stages: specialised.pieces(problem, c) for c in found}
+    best[k] = found[0].num_stages
+  assert stages[1104] == {3: 6, 4: 22}
+  assert best == {1104: 3, 16384 + 16: 4}
+
+
+def _columns_of(problem: Problem, kernel: str) -> set[int]:
+  """tile_n of the candidates that multiply the operands in their places."""
+  found = heuristics.candidates(problem, H200)
+  return {
+      c.config.tile_n for c in found
+      if c.kernel == kernel and not getattr(c.config, "swap", False)
+  }
+
+
+@pytest.mark.parametrize("kernel", ["persistent", "split_k", "pipelined"])
+def test_tiles_break_the_blocks_of_an_n_major_rhs_only_where_that_was_faster(kernel):
+  """Where rows begin within lines of 128 bytes, and at most a fifth is for others."""
+  between = lambda n, k, layout="n-major": {
+      cols for cols in _columns_of(Problem(656, n, k, rhs_layout=layout), kernel)
+      if cols % 64
+  }
+  for k in (512, 6440):
+    assert not between(2176, k) and not between(2177, k)  # Whole lines, or padded so.
+  if kernel == "persistent":
+    crooked = between(2168, 6440)
+    assert crooked and all(tiles.round_up(n, 64) <= 1.25 * n for n in crooked)
+    assert any(tiles.round_up(n, 64) > 1.25 * n for n in between(2168, 6440, "k-major"))
+  assert (between(24, 6440) != set()) == (kernel in ("persistent", "split_k"))
+
+
+def test_few_lines_that_all_ctas_ask_for_are_no_choice_for_pipelined():
+  """On the chip 40 rows of lhs, in lines that 102 CTAs ask for, took it 6.5 us of 4.5."""
+  problem = Problem(
+      40, 6520, 408, lhs_layout="m-major", dtype="float16", out_dtype="float16",
+      algorithm="f16_f32",
+  )
+  best, *others = heuristics.candidates(problem, H200)
+  assert best.kernel != "pipelined"
+  assert any(c.kernel == "pipelined" for c in others)
+
+
+@pytest.mark.parametrize(
+    ("problem", "tile", "slots"),
+    [
+        # Each CTA has rows of its own; all of them ask the memory at once.
+        (Problem(1, 6144, 4096), (128, 16, True), 9),
+        (Problem(1, 4096, 4096), (64, 16, True), 14),
+        # Of larger tiles an SM alone needs more than the memory does of all.
+        (Problem(32, 7520, 416, batch=7), (64, 208, False), 4),
+        # CTAs share most of what they ask for: all that there are.
+        (Problem(256, 4096, 4096), (64, 128, False), 8),
+        (Problem(4096, 4096, 4096), (128, 256, False), 4),
+    ],
+    ids=str,
+)
+def test_no_more_slots_than_the_memory_has_use_for(problem, tile, slots):
+  tile_m, tile_n, swap = tile
+  found = {
+      c.config.num_stages for c in heuristics.candidates(problem, H200)
+      if c.kernel == "persistent" and c.config.cluster == 1
+      and (c.config.tile_m, c.config.tile_n, c.config.swap) == (tile_m, tile_n, swap)
+      and c.config.wg_dim == "m"
+  }
+  assert found == {slots}
+
+
+def test_slots_by_the_memory_of_the_device():
+  """Slower memory has use for fewer; other than 16 bits have not been measured."""
+  config = PersistentConfig(64, 16, num_stages=16, consumers=1, swap=True)
+  problem = Problem(1, 4096, 4096)
+  h100 = device.known_device("NVIDIA H100 80GB HBM3")
+  slots = [
+      ring_slots.without_queue(problem, config, 64, each).num_stages
+      for each in (H200, h100)
+  ]
+  assert slots == [14, 10]
+  assert ring_slots.without_queue(
+      dataclasses.replace(problem, dtype="float8_e4m3fn"), config, 64, H200
+  ) is config
