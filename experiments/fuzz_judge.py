@@ -139,7 +139,7 @@ def judge(problem: Problem, truths: Sequence[Truth], results: Sequence[Array]) -
 
 
 def _least_scale(problem: Problem) -> float:
-  """Returns the error below which a baseline's is luck: see `gate` and tests/gpu_cases.py."""
+  """Returns the error below which a baseline's is luck: see `gate`."""
   if problem.out_dtype == "int32":
     return 0.0
   last_bit = float(jnp.finfo(problem.out_dtype).eps)
