@@ -39,7 +39,7 @@ from jaxgemm.dims import (
   label_sizes,
 )
 from jaxgemm.fused import bind
-from jaxgemm.lowering import local_plan, permuted, planned_device
+from jaxgemm.lowering import local_plan, permuted, planned, planned_device
 from jaxgemm.product import Product
 from pallas_kernels import compat
 from pallas_kernels.problem import OUT_DTYPES, Config
@@ -205,7 +205,8 @@ def explain(
 
   Of a function it prints the plans of all products of jaxgemm that it comes to, those of
   layers, gradients and shards included; see `jaxgemm.explaining`. A product of one
-  column is planned, and shown, as the transposed row; see Problem.canonical.
+  column is planned, and shown, as the transposed row, and a batch that shares an operand
+  as one product where that is faster; see `jaxgemm.forms`.
 
   Args:
     a, b: arrays, or anything with a shape and a dtype (jax.ShapeDtypeStruct); or a
@@ -247,23 +248,22 @@ def explain(
   product, reason = product_of(
       dtype, dtype, precision, preferred_element_type, implementation, config
   )
-  folding = fold(*axes, lhs_shape, rhs_shape)
+  folding = fold(
+      *axes, lhs_shape, rhs_shape, may_exchange=product.may_exchange
+  )
+  if folding.exchanged:
+    lhs_shape, rhs_shape = rhs_shape, lhs_shape
   problem = product.replace(dims=folding.dims).problem(
       _permuted_shape(lhs_shape, folding.lhs_perm),
       _permuted_shape(rhs_shape, folding.rhs_perm), dtype.name,
   )
-  if product.plans_canonical:
-    problem = problem.canonical
   device = planned_device(product)
   if not are_known(lhs_shape + rhs_shape):
     reason = reason or "its sizes are symbolic, and no plan is for all"
   if reason:
     plan = plans.Plan("xla", None, "fallback", reason, problem)
   else:
-    plan = plans.make_plan(
-        problem, device, implementation=implementation, config=config,
-        batch_invariant=product.batch_invariant,
-    )
+    plan = planned(product, problem, device)
   print(plans.describe(plan, device))
   return plan
 
@@ -328,7 +328,11 @@ def contract(
   `others` are the operands behind lhs and rhs. Those of a fused product need be foldable.
   """
   out_axes = axes[2]
-  folding = fold(*axes, lhs.shape, rhs.shape)
+  folding = fold(
+      *axes, lhs.shape, rhs.shape, may_exchange=product.may_exchange
+  )
+  if folding.exchanged:
+    lhs, rhs, product = rhs, lhs, product.exchanged
   out_sharding = compat.canonicalize_out_sharding(out_sharding, name)
   if out_sharding is not None and folding.c_perm is not None:
     out_sharding = permuted(

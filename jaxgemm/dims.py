@@ -141,6 +141,7 @@ class Folding:
     dims: the foldable product.
     lhs_perm, rhs_perm, out_perm: for lax.transpose, or None where nothing moves.
     moved: number of elements that the transpositions move.
+    exchanged: whether the operands change places first: lhs is then the given rhs.
   """
 
   dims: Dims
@@ -148,6 +149,7 @@ class Folding:
   rhs_perm: Shape | None
   out_perm: Shape | None
   moved: int
+  exchanged: bool = False
 
   @property
   def c_perm(self) -> Shape | None:
@@ -159,41 +161,58 @@ class Folding:
 
 @functools.lru_cache(maxsize=4096)
 def fold(
-    lhs: Axes, rhs: Axes, out: Axes, lhs_shape: Shape, rhs_shape: Shape
+    lhs: Axes, rhs: Axes, out: Axes, lhs_shape: Shape, rhs_shape: Shape, *,
+    may_exchange: bool = False,
 ) -> Folding:
   """The foldable form of an einsum of two operands that moves the fewest elements.
+
+  Of those that move as many, one without an operand that a whole batch shares, as that
+  is one product and not many: of ("m", "k"), ("b", "k") -> ("b", "m") the exchanged one.
 
   Args:
     lhs, rhs, out: a label for each axis of the operands and of the result. A label
       in both operands is of the batch if the result has it, else it is summed.
     lhs_shape, rhs_shape: shapes of the operands.
+    may_exchange: whether the operands may change places.
   Returns: dims, and the transpositions of operands and result that they need.
   Example: fold(("m", "k"), ("k", "n"), ("m", "n"), (4, 8), (8, 2)).dims == Dims()
   """
   size = label_sizes(lhs, rhs, lhs_shape, rhs_shape)
   known = are_known(size.values())  # Else they do not compare, and operands count.
-  batch = [axis for axis in out if axis in lhs and axis in rhs]
-  rows = [axis for axis in out if axis in lhs and axis not in rhs]
-  cols = [axis for axis in out if axis in rhs and axis not in lhs]
-  summed = [axis for axis in lhs if axis in rhs and axis not in out]
+
+  def moved_by(have: Axes, want: Axes) -> int:
+    if known:  # Where an axis of size 1 stands makes no difference in memory.
+      have, want = (tuple(a for a in axes if size[a] != 1) for axes in (have, want))
+    if have == want:
+      return 0
+    return math.prod(size[axis] for axis in have) if known else 1
+
+  def cost(folding: Folding) -> tuple[int, bool, int]:
+    perms = folding.lhs_perm, folding.rhs_perm, folding.out_perm
+    return folding.moved, folding.dims.shared is not None, 3 - perms.count(None)
+
   best: Folding | None = None
-  for b, m, n, k in itertools.product(
-      _orders(batch, lhs, rhs), _orders(rows, lhs), _orders(cols, rhs),
-      _orders(summed, rhs),
-  ):
-    for dims, *wanted in _forms(b, m, n, k, lhs, rhs):
-      want_lhs, want_rhs, have_out = map(tuple, wanted)
-      moved = 0
-      for have, want in ((lhs, want_lhs), (rhs, want_rhs), (have_out, out)):
-        if have != want:
-          moved += math.prod(size[axis] for axis in have) if known else 1
-      if best is None or moved < best.moved:
-        best = Folding(
-            dims, _perm(lhs, want_lhs), _perm(rhs, want_rhs), _perm(have_out, out),
-            moved,
+  for exchanged in (False, True)[: 1 + may_exchange]:
+    left, right = (rhs, lhs) if exchanged else (lhs, rhs)
+    batch = [axis for axis in out if axis in left and axis in right]
+    rows = [axis for axis in out if axis in left and axis not in right]
+    cols = [axis for axis in out if axis in right and axis not in left]
+    summed = [axis for axis in left if axis in right and axis not in out]
+    for b, m, n, k in itertools.product(
+        _orders(batch, left, right), _orders(rows, left), _orders(cols, right),
+        _orders(summed, right),
+    ):
+      for dims, *wanted in _forms(b, m, n, k, left, right):
+        want_left, want_right, have_out = map(tuple, wanted)
+        moves = (left, want_left), (right, want_right), (have_out, out)
+        found = Folding(
+            dims, *itertools.starmap(_perm, moves),
+            sum(itertools.starmap(moved_by, moves)), exchanged,
         )
-      if not best.moved:
-        return best
+        if best is None or cost(found) < cost(best):
+          best = found
+        if cost(best) == (0, False, 0):
+          return best
   assert best is not None
   return best
 

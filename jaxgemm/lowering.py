@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+import dataclasses
 import functools
 from typing import Any
 
@@ -11,6 +12,7 @@ from jax import lax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxgemm import forms
 from jaxgemm import plan as plans
 from jaxgemm.device import Device, current_device
 from jaxgemm.launch import run
@@ -126,24 +128,37 @@ def planned_device(product: Product) -> Device | None:
 
 def local_plan(product: Product, *operands) -> plans.Plan:
   """The plan of a product whose operands lie whole on one device."""
-  lhs, (rhs, *_), c, _, entering = product.named(operands)
-  elements = [x for x in (c, *entering) if x is not None]
-  c_dtype = elements[0].dtype.name if elements else None
-  problem = product.problem(lhs.shape, rhs.shape, lhs.dtype.name, c_dtype)
-  device = planned_device(product)
+  problem, device = local_problem(product, *operands), planned_device(product)
   if product.implementation is None and product.config is None:
-    record(problem.unfused.canonical, device)
-  if product.plans_canonical:
-    problem = problem.canonical
-  plan = functools.partial(
-      plans.make_plan, problem, device, batch_invariant=product.batch_invariant
-  )
+    record(forms.form(problem.unfused, device), device)
   try:
-    return plan(implementation=product.implementation, config=product.config)
+    return planned(product, problem, device)
   except ValueError:
     if product.must_serve:
       raise
-    return plan()
+    return planned(product.replace(implementation=None, config=None), problem, device)
+
+
+def local_problem(product: Product, *operands) -> Problem:
+  """The problem that these operands are, once folded."""
+  lhs, (rhs, *_), c, _, entering = product.named(operands)
+  elements = [x for x in (c, *entering) if x is not None]
+  c_dtype = elements[0].dtype.name if elements else None
+  return product.problem(lhs.shape, rhs.shape, lhs.dtype.name, c_dtype)
+
+
+def planned(product: Product, problem: Problem, device: Device | None) -> plans.Plan:
+  """The plan of a product that is this problem, in the form that is planned of it."""
+  form = forms.form(problem, device) if product.plans_form else problem
+  plan = plans.make_plan(
+      form, device, implementation=product.implementation, config=product.config,
+      batch_invariant=product.batch_invariant,
+  )
+  if form in (problem, problem.canonical) or plan.kernel == "xla":
+    return plan
+  moved = ", ".join(forms.transposed_bytes(problem.canonical)) or "nothing"
+  why = f"{plan.reason}; one product of all {problem.batch}, for which XLA transposes"
+  return dataclasses.replace(plan, reason=f"{why} {moved}")
 
 
 def local_product(product: Product, *operands):
@@ -159,9 +174,10 @@ def local_product(product: Product, *operands):
         product.replace(out_sharding=None), *operands, cuda=not emulated
     )
   lhs, factors, c, biases, entering = product.named(operands)
-  arrays = [lhs, *factors]
-  arrays += [x for x in (c, *entering) if x is not None]
-  arrays = _folded(product, plan.problem, arrays)
+  problem = local_problem(product, *operands)
+  arrays = _folded(product, problem, plan.problem, lhs, factors)
+  others = [x for x in (c, *entering) if x is not None]
+  arrays += [lax.reshape(x, plan.problem.out_shape) for x in others]
   arrays += [lax.reshape(x, (x.size,)) for x in biases]
   device = planned_device(product)
   assert device is not None
@@ -169,6 +185,7 @@ def local_product(product: Product, *operands):
       run, plan, device=device, beside_collectives=product.beside_collectives
   )
   found = emulated_product(plan, arrays, launch) if emulated else launch(arrays)
+  found = forms.result(problem, plan.problem, found)
   shape = product.dims.out_shape(lhs.shape, product.factor_shape(factors[0].shape))
   if not product.is_fused:
     return lax.reshape(found, shape)
@@ -176,21 +193,17 @@ def local_product(product: Product, *operands):
   return [lax.reshape(x, shape) for x in found]
 
 
-def _folded(product: Product, problem: Problem, operands) -> list[Any]:
-  """lhs, rhs (both of a gated product) and the others as the planned problem has them."""
-  lhs, *rest = operands
-  rhs, others = rest[: product.num_rhs], rest[product.num_rhs :]
-  others = [lax.reshape(x, problem.out_shape) for x in others]
-  dims = product.dims
-  if product.gated:  # A packed rhs is twice as wide as the problem's.
-    lhs = lax.reshape(lhs, problem.lhs_shape)
-    rhs = [lax.reshape(x, product.folded_shape(dims.rhs, x.shape)) for x in rhs]
-    return [lhs, tuple(rhs), *others]
-  (rhs,) = rhs
-  if dims.folded_sizes(lhs.shape, rhs.shape)["n"] != problem.n:
-    lhs, rhs = rhs, lhs  # The canonical problem is the transposed one.
-  lhs, rhs = lax.reshape(lhs, problem.lhs_shape), lax.reshape(rhs, problem.rhs_shape)
-  return [lhs, rhs, *others]
+def _folded(
+    product: Product, problem: Problem, planned: Problem, lhs, factors
+) -> list[Any]:
+  """lhs, and rhs (both of a gated product), as the planned form of the problem has them.
+  """
+  if not product.gated:
+    return list(forms.operands(problem, planned, lhs, *factors))
+  lhs = lax.reshape(lhs, problem.lhs_shape)
+  # A packed rhs is twice as wide as the problem's.
+  shapes = [product.folded_shape(product.dims.rhs, x.shape) for x in factors]
+  return [lhs, tuple(map(lax.reshape, factors, shapes))]
 
 
 def in_emulator(launch: Callable[..., Any], out: Any, operands):

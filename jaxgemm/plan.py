@@ -57,7 +57,7 @@ def make_plan(
   Each table is read once a process; see `forget_tables`.
 
   Args:
-    problem: what to compute, as it is: see Problem.canonical.
+    problem: what to compute, as it is: see `jaxgemm.forms`.
     device: where; None stands for any device that the kernels do not know.
     implementation: None, a kernel's name or "xla".
     config: the config of that kernel; alone, it also names its kernel.

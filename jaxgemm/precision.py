@@ -185,6 +185,18 @@ def asked_for(algorithm: str) -> Any:
   return (lax.Precision.DEFAULT,) * 2
 
 
+def exchanged(precision: Any) -> Any:
+  """The same for operands that have changed places."""
+  if isinstance(precision, lax.DotAlgorithm):
+    return precision._replace(
+        lhs_precision_type=precision.rhs_precision_type,
+        rhs_precision_type=precision.lhs_precision_type,
+        lhs_component_count=precision.rhs_component_count,
+        rhs_component_count=precision.lhs_component_count,
+    )
+  return precision[::-1] if isinstance(precision, tuple) else precision
+
+
 def for_xla(precision: Any) -> Any:
   """What to ask of XLA on an NVIDIA GPU, so that it computes no less than was asked."""
   if isinstance(precision, lax.DotAlgorithm):

@@ -235,9 +235,13 @@ def gradient(ct, other, aval, index: int, product: Product, plus=None):
   out_sharding = explicit(aval.sharding)
   if out_sharding is not None and sums_batch:
     out_sharding = _with_batch(out_sharding, jax.typeof(ct).sharding.spec[: dims.b])
-  operands = (other, ct) if ct_is_rhs else (ct, other)
   if index:  # A sum over all rows.
     product = product.replace(batch_invariant=False)
+  if sums_batch and out_sharding is None:
+    joined = _gradient_of_shared(ct, other, aval, index, product)
+    if joined is not None:
+      return joined
+  operands = (other, ct) if ct_is_rhs else (ct, other)
   out = _any_product(
       operands, grad_dims, "float32" if sums_batch else aval.dtype.name, out_sharding,
       product, plus,
@@ -246,6 +250,32 @@ def gradient(ct, other, aval, index: int, product: Product, plus=None):
     out = lax.reduce_sum(out, axes=tuple(range(dims.b)))
     out = lax.convert_element_type(out, aval.dtype)
   return out
+
+
+def _gradient_of_shared(ct, other, aval, index: int, product: Product):
+  """The gradient of an operand that a batch shares, as one product that sums over it.
+
+  For which ct and the other operand may have to be transposed. None if that would move
+  more bytes than gradients of each product of the batch, in float32, have.
+  """
+  dims = product.dims
+  groups = dims.out, dims.lhs if index else dims.rhs, dims.rhs if index else dims.lhs
+  folding = fold(
+      *(tuple(dims.names(each)) for each in groups), ct.shape, other.shape,
+      may_exchange=True,
+  )
+  if are_known((*ct.shape, *other.shape)):
+    products = math.prod(ct.shape[: dims.b]) * math.prod(aval.shape)
+    moved = folding.moved * max(ct.dtype.itemsize, other.dtype.itemsize)
+    if moved > 4 * products:
+      return None
+  operands = (other, ct) if folding.exchanged else (ct, other)
+  perms = folding.lhs_perm, folding.rhs_perm
+  out = _any_product(
+      tuple(map(_transposed, operands, perms)), folding.dims, aval.dtype.name, None,
+      product, None,
+  )
+  return _transposed(out, folding.out_perm)
 
 
 def _any_product(
@@ -323,7 +353,13 @@ def _batch(operands, axes, *, product: Product):
   out_names = dims.names(dims.out)
   # Where in the result the new dimension lies is ours to choose.
   foldings = [
-      (fold(lhs_names, rhs_names, _inserted(out_names, i), lhs.shape, rhs.shape), i)
+      (
+          fold(
+              lhs_names, rhs_names, _inserted(out_names, i), lhs.shape, rhs.shape,
+              may_exchange=product.may_exchange,
+          ),
+          i,
+      )
       for i in range(len(out_names) + 1)
   ]
   folding, out_axis = min(foldings, key=lambda choice: choice[0].moved)
@@ -340,6 +376,8 @@ def _batch(operands, axes, *, product: Product):
         out_sharding.update(spec=PartitionSpec(*spec)),
         wanted, _transposed_names(wanted, folding.c_perm),
     )
+  if folding.exchanged:
+    lhs, rhs, product = rhs, lhs, product.exchanged
   out = bind(
       _transposed(lhs, folding.lhs_perm), _transposed(rhs, folding.rhs_perm), *c,
       product=product.replace(dims=folding.dims, out_sharding=out_sharding),

@@ -7,6 +7,7 @@ import dataclasses
 import math
 from typing import Any, NamedTuple
 
+from jaxgemm import precision as precisions
 from jaxgemm.contexts import Target
 from jaxgemm.dims import Dims, Shape
 from pallas_kernels.problem import NONE, Activation, Config, Epilogue, Problem
@@ -115,13 +116,27 @@ class Product:
     return max(1 + self.saves * (1 + self.gated), self.slopes)
 
   @property
-  def plans_canonical(self) -> bool:
-    """Whether the plan is of Problem.canonical.
+  def plans_form(self) -> bool:
+    """Whether another form of the problem may be planned: see `forms`.
 
     A config that is given is of the dimensions as they are, and the bits of a row must
     not depend on whether it is the only one.
     """
     return self.config is None and not self.batch_invariant
+
+  @property
+  def may_exchange(self) -> bool:
+    """Whether lhs and rhs may change places.
+
+    A bias, and both rhs of a gated product, lie along columns; and the rows whose bits
+    are to be the same are those of lhs.
+    """
+    return not self.is_fused and not self.batch_invariant
+
+  @property
+  def exchanged(self) -> Product:
+    """The same for operands that have changed places; its dims are still to be set."""
+    return self.replace(precision=precisions.exchanged(self.precision))
 
   @property
   def linear(self) -> Product:

@@ -262,6 +262,23 @@ class Problem:
         rhs_layout="k-major" if self.n == 1 else self.rhs_layout,
     )
 
+  @functools.cached_property
+  def merged(self) -> Problem | None:
+    """One product in place of a batch that shares an operand; None if this is none.
+
+    The batch joins the rows of lhs or the columns of rhs, whose arrays may have to be
+    transposed, as may the result. A bias and c would have to be, too.
+    """
+    epilogue = self.epilogue
+    alone = not (epilogue.is_fused or epilogue.has_c or epilogue.scaling != "none")
+    if self.batch == 1 or self.lhs_batched == self.rhs_batched or not alone:
+      return None
+    rows, cols = (self.batch, 1) if self.lhs_batched else (1, self.batch)
+    return dataclasses.replace(
+        self, batch=1, m=rows * self.m, n=cols * self.n, lhs_batched=True,
+        rhs_batched=True,
+    )
+
   @property
   def flops(self) -> int:
     return 2 * self.batch * self.m * self.product_n * self.k

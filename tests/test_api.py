@@ -132,10 +132,13 @@ def test_fold_moves_the_smaller():
   assert small_k.moved == 2 * 64 and small_k.rhs_perm
 
 
-def test_fold_is_right_for_random_einsums(rng):
+@pytest.mark.parametrize("may_exchange", [False, True])
+def test_fold_is_right_for_random_einsums(may_exchange, rng):
   """Whatever the order of the axes, transposing and multiplying gives the einsum."""
-  sizes = {"b": 2, "c": 3, "m": 4, "p": 2, "n": 3, "q": 2, "k": 5, "l": 2}
-  for _ in range(200):
+  many = {"b": 2, "c": 3, "m": 4, "p": 2, "n": 3, "q": 2, "k": 5, "l": 2}
+  exchanged = 0
+  for _ in range(300):
+    sizes = {axis: 1 if rng.random() < 0.2 else size for axis, size in many.items()}
     kinds = {axis: rng.random() < 0.7 for axis in sizes}
     lhs = tuple(rng.permutation([a for a in "bcmpkl" if kinds[a]]))
     rhs = tuple(rng.permutation([a for a in "bcnqkl" if kinds[a]]))
@@ -146,9 +149,11 @@ def test_fold_is_right_for_random_einsums(rng):
         rng.standard_normal([sizes[a] for a in axes]).astype(np.float32)
         for axes in (lhs, rhs)
     )
-    folding = fold(lhs, rhs, out, x.shape, y.shape)
+    folding = fold(lhs, rhs, out, x.shape, y.shape, may_exchange=may_exchange)
     dims = folding.dims
     truth = np.einsum(f"{''.join(lhs)},{''.join(rhs)}->{''.join(out)}", x, y)
+    exchanged += folding.exchanged
+    x, y = (y, x) if folding.exchanged else (x, y)
     x = x if folding.lhs_perm is None else x.transpose(folding.lhs_perm)
     y = y if folding.rhs_perm is None else y.transpose(folding.rhs_perm)
     names = [dims.names(groups) for groups in (dims.lhs, dims.rhs, dims.out)]
@@ -158,6 +163,23 @@ def test_fold_is_right_for_random_einsums(rng):
     if folding.out_perm is not None:
       result = result.transpose(folding.out_perm)
     np.testing.assert_allclose(result, truth, rtol=1e-4, atol=1e-4)
+  assert (exchanged > 20) == may_exchange
+
+
+def test_fold_exchanges_the_operands_where_that_moves_less():
+  """And where a batch would share one: that is one product with rows of the other."""
+  shapes = (64, 32), (8, 32)
+  axes = ("m", "k"), ("b", "k")
+  folding = fold(*axes, ("b", "m"), *shapes, may_exchange=True)
+  assert folding.exchanged and folding.moved == 0 and folding.dims == Dims(rhs="bnk")
+  assert fold(*axes, ("b", "m"), *shapes).dims.shared == "lhs"
+  assert not fold(*axes, ("m", "b"), *shapes, may_exchange=True).exchanged
+  # A column counts as none.
+  column = fold(
+      ("m", "k"), ("b", "k", "n"), ("b", "m", "n"), (64, 32), (8, 32, 1),
+      may_exchange=True,
+  )
+  assert column.exchanged and column.moved == 0 and column.dims.shared is None
 
 
 @pytest.mark.parametrize(

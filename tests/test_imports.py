@@ -23,7 +23,7 @@ LAYERS = (
     ("xla_times",),
     ("contexts", "table", "heuristics", "dims", "precision", "reference", "quantisation"),
     ("triton_heuristics", "user_table", "invariance", "recording"),
-    ("plan", "product", "checkpoint_policies"),
+    ("plan", "product", "checkpoint_policies", "forms"),
     ("launch", "explaining"),
     ("lowering",),
     ("layouts",),
