@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 import jaxgemm
-from jaxgemm import forms, heuristics, reference
+from jaxgemm import api, forms, heuristics, lowering, precision, primitive, reference
 from jaxgemm.device import known_device
+from jaxgemm.dims import Dims
 from pallas_kernels.problem import Epilogue
 from tests.kernel_cases import LAYOUTS, make_problem
 from tests.product_cases import equations, normal, products
@@ -86,6 +87,47 @@ def test_products_and_gradients(name, emulated, dtype, bound, rng):
   for grad, one, operand in zip(grads, wanted, operands, strict=True):
     assert grad.shape == operand.shape and grad.dtype == operand.dtype
     assert reference.relative_error(grad, np.asarray(one)) < bound
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layouts", LAYOUTS)
+@pytest.mark.parametrize("shared", ["lhs", "rhs"])
+def test_merged(shared, layouts, monkeypatch, rng):
+  """By kernels whose problem is of all products, with XLA's transpositions around it."""
+  plans, problem = [], make_problem(40, 24, 72, layouts, batch=3)
+  monkeypatch.setattr(forms, "form", lambda problem, _: problem.merged or problem)
+  monkeypatch.setattr(lowering, "record_plan", plans.append)
+  lhs, rhs = (
+      normal(rng, *shape[name == shared :], dtype="bfloat16")
+      for name, shape in (("lhs", problem.lhs_shape), ("rhs", problem.rhs_shape))
+  )
+  # Not by fold's choice: as bound, the batch is one of its own.
+  groups = "bkm" if layouts[0] == "T" else "bmk", "bnk" if layouts[1] == "T" else "bkn"
+  groups = (
+      each[name == shared :] for name, each in zip(("lhs", "rhs"), groups, strict=True)
+  )
+  dims = Dims(*groups, b=1)
+  with jaxgemm.emulate():
+    product, _ = api.product_of(lhs.dtype, rhs.dtype, None, None, None, None)
+    found = primitive.bind(lhs, rhs, product=product.replace(dims=dims))
+  jax.clear_caches()  # Of what was planned so.
+  assert [plan.problem.batch for plan in plans] == [1] and plans[0].kernel != "xla"
+  truth = np.einsum(
+      f"{dims.lhs},{dims.rhs}->bmn", *(np.asarray(x, np.float64) for x in (lhs, rhs))
+  )
+  assert reference.relative_error(found, truth) < 5e-3
+
+
+def test_precisions_change_places_with_the_operands():
+  a, x = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((72, 48), (5, 48)))
+  one, other = jax.lax.Precision.HIGH, jax.lax.Precision.HIGHEST
+  multiply = functools.partial(jaxgemm.matmul, precision=(one, other))
+  (product,) = products(jax.vmap(multiply, (None, 0)), a, x)
+  assert product.precision == (other, one)
+  algorithm = jax.lax.DotAlgorithm("float16", "bfloat16", "float32", 1, 2)
+  wanted = jax.lax.DotAlgorithm("bfloat16", "float16", "float32", 2, 1)
+  assert precision.exchanged(algorithm) == wanted
+  assert precision.exchanged("highest") == "highest" and precision.exchanged(None) is None
 
 
 @pytest.mark.parametrize("name", SHARED)
