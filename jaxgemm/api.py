@@ -76,12 +76,12 @@ def matmul(
   a, b = as_array("matmul", "a", a), as_array("matmul", "b", b)
   axes, a_squeeze, b_squeeze = _matmul_axes("matmul", a.shape, b.shape)
   implementation = named_kernel(implementation, config)
-  lhs, rhs = _promoted(a, b)
+  lhs, rhs = _promoted("matmul", a, b, preferred_element_type)
   product, reason = product_of(
       lhs.dtype, rhs.dtype, precision, preferred_element_type, implementation, config,
       batch_invariant=batch_invariant,
   )
-  weak = implementation is None and _is_weak(a) and _is_weak(b)
+  weak = implementation is None and _gives_weak(a, b)
   # jnp.matmul alone keeps a weak type weak.
   if reason or (weak and not product.batch_invariant):
     return jnp.matmul(
@@ -158,7 +158,7 @@ def gemm(
         " batches of matrices"
     )
   axes, a_squeeze, b_squeeze = _matmul_axes("gemm", a.shape, b.shape)
-  lhs, rhs = _promoted(a, b)
+  lhs, rhs = _promoted("gemm", a, b)
   lhs, rhs = _squeezed(lhs, a_squeeze), _squeezed(rhs, b_squeeze)
   alpha, beta = as_factor("gemm", "alpha", alpha), as_factor("gemm", "beta", beta)
   if isinstance(beta, float) and beta == 0:
@@ -175,8 +175,11 @@ def gemm(
       check_broadcasts("gemm", name, x, "the result", shape)
   c = c if c is None else jnp.broadcast_to(c, shape)
   fused = isinstance(alpha, float) and isinstance(beta, float)
-  # What is rounded once more later on must not be rounded to 16 bits before.
-  wide_dtype = jnp.float32 if out_dtype.name in OUT_DTYPES else out_dtype
+  if jnp.issubdtype(out_dtype, jnp.integer):  # Which float32 sums would not be exact.
+    fused = fused and alpha == 1.0 and c is None
+  # What is rounded once more later on must not be rounded to 8 or 16 bits before.
+  is_narrow = jnp.issubdtype(out_dtype, jnp.floating) and out_dtype.itemsize < 4
+  wide_dtype = jnp.float32 if is_narrow else out_dtype
   product, reason = product_of(
       lhs.dtype, rhs.dtype, precision, out_dtype if fused else wide_dtype,
       named_kernel(implementation, config), config,
@@ -242,11 +245,13 @@ def explain(
     check_numbers("explain", name, x.dtype)
   axes, lhs_squeeze, rhs_squeeze = _matmul_axes("explain", a.shape, b.shape)
   implementation = named_kernel(implementation, config)
-  dtype = jnp.result_type(a.dtype, b.dtype)
+  dtypes = [_common_dtype("explain", a, b, preferred_element_type)] * 2
+  if None in dtypes:
+    dtypes = [a.dtype, b.dtype]
   lhs_shape = _without(a.shape, lhs_squeeze)
   rhs_shape = _without(b.shape, rhs_squeeze)
   product, reason = product_of(
-      dtype, dtype, precision, preferred_element_type, implementation, config
+      *dtypes, precision, preferred_element_type, implementation, config
   )
   folding = fold(
       *axes, lhs_shape, rhs_shape, may_exchange=product.may_exchange
@@ -255,7 +260,7 @@ def explain(
     lhs_shape, rhs_shape = rhs_shape, lhs_shape
   problem = product.replace(dims=folding.dims).problem(
       _permuted_shape(lhs_shape, folding.lhs_perm),
-      _permuted_shape(rhs_shape, folding.rhs_perm), dtype.name,
+      _permuted_shape(rhs_shape, folding.rhs_perm), dtypes[0].name,
   )
   device = planned_device(product)
   if not are_known(lhs_shape + rhs_shape):
@@ -361,16 +366,45 @@ def _permuted_shape(shape: Shape, perm: Shape | None) -> Shape:
 # -- Operands and axes -------------------------------------------------------------
 
 
-def _promoted(a, b):
-  """Operands of mixed dtypes in their common dtype, as jnp.matmul has it."""
+def _promoted(name: str, a, b, preferred_element_type=None):
+  """Operands of mixed dtypes in their common dtype, as jnp.matmul has it.
+
+  Those that have none stay as they are, if it is said what the result is to be.
+  """
   if a.dtype == b.dtype:
     return a, b
-  dtype = jnp.result_type(a, b)
+  dtype = _common_dtype(name, a, b, preferred_element_type)
+  if dtype is None:
+    return a, b
   return lax.convert_element_type(a, dtype), lax.convert_element_type(b, dtype)
 
 
-def _is_weak(x) -> bool:
-  return getattr(x, "weak_type", False)
+def _common_dtype(name: str, a, b, preferred_element_type):
+  """The dtype that JAX promotes both to; None if there is none, nor need be."""
+  try:
+    return jnp.result_type(a, b)
+  except ValueError:  # JAX's own names no argument.
+    if preferred_element_type is not None:
+      return None
+    raise ValueError(
+        f"{name}: a is {a.dtype} and b {b.dtype}, which JAX promotes to no common dtype:"
+        " convert one of them, or give preferred_element_type"
+    ) from None
+
+
+def _gives_weak(a, b) -> bool:
+  """Whether the product has a weak type, as JAX promotes the types of its operands."""
+  weak = [getattr(x, "weak_type", False) for x in (a, b)]
+  if all(weak) or not any(weak):
+    return all(weak)
+  types = (
+      jax.ShapeDtypeStruct((), x.dtype, weak_type=its)
+      for x, its in zip((a, b), weak, strict=True)
+  )
+  try:
+    return jax.eval_shape(jnp.add, *types).weak_type
+  except ValueError:
+    return False
 
 
 def _without(shape: Shape, squeeze: Shape) -> Shape:

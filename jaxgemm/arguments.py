@@ -58,7 +58,10 @@ def at_least_float32(dtype: np.dtype) -> np.dtype:
 def as_factor(function: str, name: str, factor: Any) -> float | jax.Array:
   """A float, if the factor is known where it is traced; else an array."""
   if isinstance(factor, (int, float, np.integer, np.floating)):
-    return float(factor)
+    try:
+      return float(factor)
+    except OverflowError:
+      raise ValueError(f"{function}: {name} is an integer beyond float64") from None
   if isinstance(factor, str | None):
     raise TypeError(f"{function}: {name}={factor!r} must be a number or an array")
   return as_array(function, name, factor)

@@ -94,8 +94,6 @@ def _hopper(
   )
 
 
-
-
 def _on_paper(
     kind: str, compute_capability: str, num_sms: int, smem_kib: int, l2_mib: int,
     bandwidth_tbps: float, tflops_16: float, tflops_tf32: float,
@@ -171,7 +169,9 @@ def portable(device: Device | None) -> bool:
 
 @functools.cache
 def current_device() -> Device | None:
-  """The GPU that JAX computes on by default; None on a CPU or an unknown GPU.
+  """The first of this process's GPUs; None on a CPU or an unknown GPU.
+
+  It stands for all of them: one process has GPUs of one kind.
 
   A GPU that is not in KNOWN_DEVICES gets the figures of one of its compute capability
   (the H200's for Hopper), scaled to its number of multiprocessors; a part of a known

@@ -7,7 +7,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jaxgemm.api import dot_general
+from jaxgemm.api import dot_general, named_kernel
 from pallas_kernels.problem import Config
 
 
@@ -31,6 +31,7 @@ def einsum(
     ValueError, TypeError: as jnp.einsum; or the named kernel cannot serve.
   Example: jaxgemm.einsum("bqhd,bkhd->bhqk", q, k)
   """
+  named_kernel(implementation, config)  # Raises also where nothing is multiplied.
   return jnp.einsum(
       subscripts, *operands, precision=precision, optimize=optimize,
       preferred_element_type=preferred_element_type, out_sharding=out_sharding,

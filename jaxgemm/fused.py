@@ -357,7 +357,8 @@ def _tangent_transpose(ct, *operands, tangent: Tangent):
         grads.append(gradient(dz, lhs, dot.aval, 1, product))
   for total, dot in zip(totals, dots[len(factors) :], strict=False):
     if dot is not None:
-      grads.append(lax.convert_element_type(total, dot.aval.dtype))
+      total = lax.convert_element_type(total, dot.aval.dtype)
+      grads.append(as_sharded(total, dot.aval))  # A bias may lie in another way.
   return nothing + grads
 
 

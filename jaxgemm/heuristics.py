@@ -158,7 +158,9 @@ def _skewed_configs(
 ) -> Iterator[tuple[str, Config]]:
   """Those without a pass over a large lhs of `product`: the problem, or transposed."""
   odd = product.lhs_shape[2] % tiles.tma_stride_elems(product.dtype)
-  if not odd or math.prod(product.lhs_shape) * product.itemsize < _LEAST_SKEWED:
+  if not odd or product.itemsize != 2:
+    return
+  if math.prod(product.lhs_shape) * product.itemsize < _LEAST_SKEWED:
     return
   for consumers in (1, 2):
     for cols in tile_shapes.skewed(product, device, consumers):

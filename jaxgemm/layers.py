@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 import functools
+import re
 from typing import Any, NamedTuple
 
 import jax
 from jax import lax
+from jax.extend import core
 import jax.numpy as jnp
 
 from jaxgemm.api import contract, named_kernel, product_of
@@ -33,6 +35,11 @@ from pallas_kernels import activations
 from pallas_kernels.problem import NONE, OUT_DTYPES, Activation, Config
 
 SAVES = ("preactivation", "nothing")
+# Primitives of which an element depends on others, or on its place, and whose result has
+# the shape of an operand all the same.
+_BY_PLACE = re.compile(
+    "rev$|sort|iota|cum|dot_general|conv_|fft|scatter|gather|dynamic_|random|threefry"
+)
 PACKED = ("concatenated", "interleaved")  # Two weights in one array.
 
 
@@ -307,11 +314,35 @@ def _check_activation(activation: Activation) -> None:
     raise ValueError(
         f"{called} [2, 3] gives {out}: it must be floating point, element by element"
     )
+  if (where := _beyond_elements(traced, x.shape)) is not None:
+    raise ValueError(
+        f"{called} [2, 3] is not computed element by element: it has {where}"
+    )
   if any(isinstance(value, jax.core.Tracer) for value in traced.consts):
     raise ValueError(
         f"activation {activation!r} closes over a traced value, by which it would have"
         " no derivative: multiply x by it, or apply the activation to the result"
     )
+
+
+def _beyond_elements(traced: core.ClosedJaxpr, shape: tuple[int, ...]) -> str | None:
+  """What makes an element depend on others, or on its place; None if nothing does."""
+  known = (), shape
+  if shapes := list(filter(None, map(jnp.shape, traced.consts))):
+    return f"an array of shape {shapes[0]}"
+  pending = [traced.jaxpr]
+  while pending:
+    for eqn in pending.pop().eqns:
+      inner = list(core.jaxprs_in_params(eqn.params))
+      pending += inner
+      inside, outside = (
+          [getattr(x.aval, "shape", ()) for x in each]
+          for each in (eqn.invars, eqn.outvars)
+      )
+      sums = shape in inside and () in outside and not inner
+      if sums or {*inside, *outside} - {*known} or _BY_PLACE.match(eqn.primitive.name):
+        return eqn.primitive.name
+  return None
 
 
 def layer_axes(rank: int, transposed: bool) -> tuple[Axes, Axes, Axes]:

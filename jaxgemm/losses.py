@@ -28,6 +28,7 @@ from jaxgemm import passes
 from jaxgemm.arguments import as_array, as_dtype, at_least_float32
 from jaxgemm.checkpoint_policies import name_product
 from jaxgemm.contexts import Target, current_target
+from jaxgemm.dims import are_known
 from jaxgemm.layers import as_bias, columns, linear, scaled
 from pallas_kernels import compat
 from pallas_kernels import losses as kernel
@@ -90,7 +91,7 @@ def linear_cross_entropy(
 
 
 def _filled_up(x: jax.Array, axis: int) -> jax.Array:
-  if x.shape[axis] < _COLUMNS:
+  if not are_known(x.shape) or x.shape[axis] < _COLUMNS:
     return x
   padding = [(0, 0, 0)] * x.ndim
   padding[axis] = (0, -x.shape[axis] % _COLUMNS, 0)

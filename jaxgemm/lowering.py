@@ -129,7 +129,7 @@ def planned_device(product: Product) -> Device | None:
 def local_plan(product: Product, *operands) -> plans.Plan:
   """The plan of a product whose operands lie whole on one device."""
   problem, device = local_problem(product, *operands), planned_device(product)
-  if product.implementation is None and product.config is None:
+  if product.implementation is None:
     record(forms.form(problem.unfused, device), device)
   try:
     return planned(product, problem, device)
@@ -150,10 +150,16 @@ def local_problem(product: Product, *operands) -> Problem:
 def planned(product: Product, problem: Problem, device: Device | None) -> plans.Plan:
   """The plan of a product that is this problem, in the form that is planned of it."""
   form = forms.form(problem, device) if product.plans_form else problem
-  plan = plans.make_plan(
-      form, device, implementation=product.implementation, config=product.config,
-      batch_invariant=product.batch_invariant,
+  make_plan = functools.partial(
+      plans.make_plan, device=device, implementation=product.implementation,
+      config=product.config, batch_invariant=product.batch_invariant,
   )
+  try:
+    plan = make_plan(form)
+  except ValueError:  # A kernel that is named may serve the problem as it is.
+    if form == problem:
+      raise
+    return make_plan(problem)
   if form in (problem, problem.canonical) or plan.kernel == "xla":
     return plan
   moved = ", ".join(forms.transposed_bytes(problem.canonical)) or "nothing"

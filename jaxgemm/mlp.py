@@ -118,6 +118,13 @@ def _together(
 
   up = layer(x, weights, biases, activation, None)
   hidden = jax.ShapeDtypeStruct(up.shape, up.product.out_dtype)
+  if w_down.ndim == 2 and w_down.shape[int(transposed)] != hidden.shape[-1]:
+    key, w = next(iter(weights.items()))
+    raise TypeError(
+        f"{name}: {key} has shape {w.shape}, for {hidden.shape[-1]} hidden, and w_down"
+        f" {w_down.shape}: its {'last' if transposed else 'first'} dimension must be as"
+        " many"
+    )
   down = layer(hidden, {"w_down": w_down}, {"bias_down": bias_down}, None, residual)
   if up.by_xla or down.by_xla or down.x.dtype != hidden.dtype:
     return otherwise()

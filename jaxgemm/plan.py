@@ -158,8 +158,10 @@ def check_implementation(implementation: Any, config: Any) -> str | None:
   if implementation is None and kernels:
     return kernels[0]
   if implementation not in kernels:
+    of = "any kernel" if implementation is None else f"implementation {implementation!r}"
     raise ValueError(
-        f"config {config!r} is not a config of implementation {implementation!r}"
+        f"config {config!r} is not a config of {of}: those are in"
+        " pallas_kernels.problem, PersistentConfig and others"
     )
   return implementation
 

@@ -98,13 +98,12 @@ def _lower(ctx, *operands, product: Product):
   """For every platform but CUDA: XLA's dot, or the kernels emulated."""
   if product.target is not None and product.target.emulate:
     return _lower_kernels(ctx, *operands, product=product)
-  return _lower_xla(ctx, operands, product, cuda=False)
+  return _lower_xla(ctx, operands, product, "on this platform")
 
 
-def _lower_xla(ctx, operands, product: Product, *, cuda: bool):
-  """Where no kernel can run: its platform, or devices without a mesh."""
+def _lower_xla(ctx, operands, product: Product, where: str, *, cuda: bool = False):
+  """Where no kernel can run, which `where` says."""
   if product.batch_invariant and all(math.prod(aval.shape) for aval in ctx.avals_in):
-    where = "over devices without a mesh" if cuda else "on this platform"
     raise ValueError(
         f"batch_invariant: no kernel serves {where}; those that are need an NVIDIA GPU of"
         " compute capability 9.0 (Hopper), or jaxgemm.emulate()"
@@ -116,14 +115,15 @@ def _lower_xla(ctx, operands, product: Product, *, cuda: bool):
 def _lower_kernels(ctx, *operands, product: Product):
   """For CUDA (or emulated): the planned kernel, on each device's shards."""
   num_devices, _, is_manual = compat.lowering_mesh(ctx)
+  xla = functools.partial(_lower_xla, ctx, operands, product, cuda=True)
   if not are_known(size for aval in ctx.avals_in for size in aval.shape):
-    return _lower_xla(ctx, operands, product, cuda=True)
+    return xla("symbolic sizes")
   if num_devices == 1:
     if is_manual:
       product = product.replace(beside_collectives=True)
     function = functools.partial(local_product, product)
   elif product.implementation == "xla":  # Its partitioner knows its own product.
-    return _lower_xla(ctx, operands, product, cuda=True)
+    return xla("over several devices")
   elif can_partition(ctx):
     if compat.is_exported(ctx):
       raise NotImplementedError(
@@ -135,7 +135,7 @@ def _lower_kernels(ctx, *operands, product: Product):
     function = functools.partial(_partitioned, product)
   else:
     # No mesh by whose axes to name the shards; XLA partitions its own dot anyhow.
-    return _lower_xla(ctx, operands, product, cuda=True)
+    return xla("over devices without a mesh")
   # What runs on one device knows nothing of the mesh in its operands' types.
   local = ctx.replace(
       avals_in=[jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]

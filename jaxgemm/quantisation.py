@@ -15,7 +15,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from jaxgemm.arguments import as_array, as_dtype
+from jaxgemm.arguments import as_array, as_dtype, check_real
 from pallas_kernels.problem import SCALE_BLOCK
 
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
@@ -77,6 +77,8 @@ def dequantise(values: jax.Array, scale: jax.Array, dtype=jnp.float32) -> jax.Ar
   values = as_array("dequantise", "values", values)
   scale = as_array("dequantise", "scale", scale)
   dtype = as_dtype("dequantise: dtype", dtype)
+  for name, x in (("values", values), ("scale", scale)):
+    check_real("dequantise", name, x, "the result", jnp.float32)
   if values.ndim < 2:
     raise ValueError(
         f"dequantise: values have shape {values.shape}; they must be a matrix or a batch"

@@ -34,7 +34,7 @@ def alike(problem: Problem) -> Problem:
 def staged(
     like: Problem, shape: Shape, promote: int, splits: int = 1, cluster_k: int = 1,
     **fields,
-) -> list[PersistentConfig]:
+) -> tuple[PersistentConfig, ...]:
   """The config with as many stages as shared memory holds; `like`: see `alike`.
 
   If they are few, also with one more, if the result then leaves in smaller pieces.
@@ -49,12 +49,12 @@ def staged(
     kernel = KERNELS["split_k"]
     config = SplitKConfig(**fields, num_stages=0, splits=splits, cluster_k=cluster_k)
   stages = _most_stages(kernel, like, config)
-  found = [dataclasses.replace(config, num_stages=min(_MAX_STAGES, stages))]
+  found = dataclasses.replace(config, num_stages=min(_MAX_STAGES, stages))
   if stages < _ENOUGH_STAGES:
     more = dataclasses.replace(config, num_stages=stages + 1)
     if kernel.smem_bytes(like, more) <= tiles.SMEM_LIMIT_BYTES:
-      found.append(more)
-  return found
+      return found, more
+  return (found,)
 
 
 def _most_stages(kernel, like: Problem, config: PersistentConfig) -> int:

@@ -10,8 +10,8 @@
 
 `problem` holds the fields of a Problem and `config` those of the kernel's config;
 what is left out has the class's default. A row of a kernel also answers problems that
-are `alike`. Kernel "xla" records that no kernel of ours was faster; it has no config,
-and answers exactly its problem.
+are `alike`. Kernel "xla" records that no kernel of ours was faster; its config is null,
+and it answers exactly its problem.
 """
 
 from __future__ import annotations

@@ -45,7 +45,8 @@ class Work:
     splits_lhs: whether lhs is split into its parts in registers.
     scaled_parts: whether the parts are scaled, and how many operands XLA scales.
     row_bytes: of the result, as it is stored.
-    masked: whether TMA cannot store it (rows begin 16 bytes apart there).
+    masked: whether threads store it, and mask what lies beyond: TMA stores rows that
+      begin a multiple of 16 bytes apart.
     runs: whether its tiles leave in one bulk copy each all the same.
     lhs_way: see PersistentConfig.
     promotes: whether consumers stop to add their sums to rounded ones.

@@ -47,9 +47,13 @@ _SCALAR = plgpu.Layout.WG_SPLAT(())
 
 
 def serves(shape: tuple[int, ...], itemsize: int) -> bool:
-  """Whether an array of this shape can be written: pieces are counted in 32 bits."""
+  """Whether an array of this shape can be written.
+
+  Pieces are counted in 32 bits, as are a row's units of 16 bits.
+  """
   of_ctas = math.prod(shape) * itemsize // 16 + tiles.WG_THREADS * AT_ONCE
-  return itemsize in (2, 4) and of_ctas < 2**32
+  counted = of_ctas < 2**32 and shape[-1] * itemsize // 2 < 2**31
+  return itemsize in (2, 4) and counted
 
 
 def pad(

@@ -143,8 +143,11 @@ def check(problem: Problem, config: PersistentConfig) -> str | None:
   if config.promote > most or not config.promote and problem.algorithm != "bf16_x3":
     found = " or 2" if most > 1 else ""
     return f"promote={config.promote}: sums of {problem.algorithm} take 1{found}"
-  if config.misaligned == "loads":
-    return f"misaligned='loads': parts of {problem.algorithm} are padded as they are made"
+  if config.misaligned != "padded":
+    return (
+        f"misaligned={config.misaligned!r}: parts of {problem.algorithm} are padded as"
+        " they are made"
+    )
   return None
 
 

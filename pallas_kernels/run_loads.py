@@ -235,6 +235,8 @@ def check(problem: Problem, config: PersistentConfig) -> str | None:
     return f"tile_k={config.tile_k}: misaligned='runs' takes {TILE_K}"
   if not k_major and config.tile_m < problem.m:
     return f"tile_m={config.tile_m}: misaligned='runs' takes all of m={problem.m} rows"
+  if problem.batch * problem.lhs_shape[1] >= 2**31:
+    return "misaligned='runs': rows of lhs are counted in 32 bits"
   if k_major and getattr(config, "splits", 1) > 1:
     return f"splits={config.splits}: misaligned='runs' takes all of k in a tile"
   return None

@@ -96,7 +96,7 @@ def pad_block_scales(
 def block_factors(
     refs: Mapping[str, Ref], *, shape: tuple[int, int], batch, block, row, col
 ):
-  """The factors [rows, 1 * cols] of the sums of k block `block` at (row, col)."""
+  """The factors [rows, cols] of the sums of k block `block` at (row, col)."""
   rows_of, cols_of = (
       refs[name].at[batch if refs[name].shape[0] > 1 else 0, block]
       for name in (ROWS, COLS)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 import dataclasses
 import math
-import typing
 
 from pallas_kernels import (
   accumulate,
@@ -31,12 +30,6 @@ LOADING_PRODUCERS = 3  # Where registers load operands: see `num_producers`.
 MAX_BARRIERS = 32  # In one array of barriers.
 MAX_SUMS_BESIDE_RUN = 128  # Registers of an accumulator beside lhs that comes in runs.
 MAX_UNTRADED_SUMS = 64  # Registers of an accumulator beside producers that need some.
-# What fields that are words may say.
-_WORDS = {
-    name: typing.get_args(hint)
-    for name, hint in typing.get_type_hints(PersistentConfig).items()
-    if typing.get_origin(hint) is typing.Literal
-}
 Supports = Callable[[Problem, PersistentConfig], str | None]
 
 
@@ -63,9 +56,6 @@ def multiplied(problem: Problem, config: PersistentConfig) -> Problem:
 
 def check_config(problem: Problem, config: PersistentConfig) -> str | None:
   """Why the tiles, the ring or the cluster cannot be, or None."""
-  for name, words in _WORDS.items():
-    if getattr(config, name) not in words:
-      return f"{name}={getattr(config, name)!r} is none of {', '.join(words)}"
   if config.consumers not in rings.CONSUMER_REGISTERS:
     return f"consumers={config.consumers} must be 1, 2 or 3"
   if config.consumers == 3 and config.wg_dim != "m":
@@ -78,8 +68,12 @@ def check_config(problem: Problem, config: PersistentConfig) -> str | None:
     )
   if config.num_stages < 2:
     return f"num_stages={config.num_stages}: a ring has at least 2 slots"
-  if config.wg_dim == "tile" and config.num_stages > MAX_BARRIERS // 2:
-    return f"num_stages={config.num_stages}: two teams have at most {MAX_BARRIERS // 2}"
+  most = MAX_BARRIERS // num_teams(config)
+  if config.num_stages > most:
+    return (
+        f"num_stages={config.num_stages}: of {num_teams(config)} teams each has at most"
+        f" {most}"
+    )
   along = config.cluster_m, config.cluster_n
   if min(along) < 1 or math.prod(along) not in (1, 2, 4):
     return (
@@ -209,7 +203,8 @@ def check_gated(problem: Problem, config: PersistentConfig) -> str | None:
 def _check_tile(product: Problem, config: PersistentConfig) -> str | None:
   """Why TMA and wgmma cannot work on the tile, or None."""
   if config.split_lhs:
-    return lhs_registers.check(config, registers(config))
+    reason = lhs_registers.check(config, registers(config))
+    return reason or tiles.check_count(product, config.tile_m, config.tile_n)
   reason = tiles.check_tile(
       product, config.tile_m, config.tile_n, config.tile_k, most_n=MAX_TILE_N
   )

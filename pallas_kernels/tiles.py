@@ -154,6 +154,11 @@ def check_tile(
     return (
         f"tile_n={tile_n} must be a multiple of {step}, from {LEAST_COLUMNS} to {most_n}"
     )
+  return check_count(problem, tile_m, tile_n)
+
+
+def check_count(problem: Problem, tile_m: int, tile_n: int) -> str | None:
+  """Why there cannot be as many tiles, or None."""
   num_tiles = problem.batch * cdiv(problem.m, tile_m) * cdiv(problem.product_n, tile_n)
   if num_tiles > MAX_TILES:
     return f"{num_tiles} tiles of {tile_m}x{tile_n}: there may be {MAX_TILES}"

@@ -321,11 +321,11 @@ LOADS = dict(misaligned="loads")
         ("split_k", dict(splits=4, cluster_k=2, cluster_m=2), "excludes cluster_m"),
         ("split_k", dict(wg_dim="tile"), "wg_dim=tile"),
         ("persistent", dict(wg_dim="tile", tile_m=64, tile_n=16, num_stages=17), "16"),
+        ("persistent", dict(tile_m=64, tile_n=16, consumers=1, num_stages=33), "32"),
         ("persistent", LOADS, "one consumer"),
         ("persistent", dict(LOADS, cluster_m=2), "only TMA multicasts"),
         ("persistent", dict(LOADS, consumers=1, num_stages=4), "multiple of 3"),
         ("persistent", dict(LOADS, consumers=1, num_stages=3), "too few registers"),
-        ("persistent", dict(misaligned="skew"), "misaligned='skew' is none of padded"),
     ],
 )
 def test_supports_names_the_constraint(kernel, fields, named):

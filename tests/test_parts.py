@@ -127,12 +127,20 @@ def test_inf_and_nan_are_those_of_float32():
     np.testing.assert_allclose(result, truth, rtol=tolerance)
 
 
+SPLIT_SKEWED = KERNELS["split_k"].Config(
+    tile_n=128, num_stages=2, promote=1, splits=2, misaligned="skewed"
+)
+
+
 @pytest.mark.parametrize(
     ("kernel", "config", "named"),
     [
         ("persistent", small(promote=0), "promote=0"),
         ("persistent", small(promote=3), "promote=3"),
         ("persistent", small(misaligned="loads", consumers=1), "misaligned='loads'"),
+        ("persistent", small(misaligned="skewed"), "misaligned='skewed': parts"),
+        ("persistent", small(misaligned="runs"), "misaligned='runs': parts"),
+        ("split_k", SPLIT_SKEWED, "misaligned='skewed': parts"),
         ("persistent", small(tile_n=256), "promoted sum"),
         ("persistent", small(num_stages=3), "shared memory"),
         ("persistent", small(tile_k=32), "tile_k=32 must be 64"),

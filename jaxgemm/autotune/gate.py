@@ -68,7 +68,7 @@ class Verdict:
 
 
 class Gate:
-  """The gate of one problem; compiles its two device programs when built.
+  """The gate of one problem; compiles its device programs when built.
 
   Attributes:
     baseline_error: relative Frobenius error of XLA's result; None until

@@ -28,7 +28,7 @@ _MAX_SETS_BYTES = 16 << 30
 _MAX_RESULTS_BYTES = 16 << 30
 _IN_FLIGHT = 16  # Calls of a turn, so that the GPU never waits for the host.
 _MAX_CALLS = 10_000  # Of a turn.
-_MARK_BYTES = 192 << 20  # That a mark reads: twice the largest L2 that there is.
+_MARK_BYTES = 192 << 20  # That a mark reads: half as much again as the largest L2.
 
 
 def num_input_sets(set_bytes: int, l2_bytes: int) -> int:
