@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import jax
@@ -328,6 +329,14 @@ def test_mixed_dtypes_of_dot_general_go_to_xla(rng):
   assert f(a, b).dtype == lax.dot_general(a, b, numbers).dtype
 
 
+def test_one_weak_operand_gives_what_jax_gives():
+  weak, halves = jnp.full((3, 3), 2.0), jnp.ones((3, 3), jnp.bfloat16)
+  for other in (jnp.ones((3, 3), jnp.int8), jnp.ones((3, 3)), halves):
+    for operands in ((weak, other), (other, weak)):
+      found, wanted = jaxgemm.matmul(*operands), jnp.matmul(*operands)
+      assert jax.typeof(found) == jax.typeof(wanted)
+
+
 def test_weak_types_stay_weak():
   weak = lax.full((4, 4), 1.0)
   assert weak.weak_type
@@ -421,6 +430,48 @@ def test_gemm_reads_no_c_where_beta_is_0(rng):
   assert np.all(np.isfinite(result))
 
 
+def test_eight_bits_with_c_and_alpha_are_exact():
+  """Sums of int8 wrap, and are no float32 on the way."""
+  a, b = jnp.full((4, 64), 100, jnp.int8), jnp.full((64, 4), 100, jnp.int8)
+  c = jnp.full((4, 4), 2**30 + 1, jnp.int32)
+  gemm = functools.partial(jaxgemm.gemm, preferred_element_type="int32")
+  assert gemm(a, b, c, beta=1)[0, 0] == 2**30 + 1 + 640_000
+  found = jax.vmap(lambda c: gemm(a, b, c, beta=1))(jnp.stack([c, 0 * c]))
+  assert found[:, 0, 0].tolist() == [2**30 + 1 + 640_000, 640_000]
+  most = jnp.full((1, 2**16), 127, jnp.int8)
+  wrapped = np.array(3 * 127 * 127 * 2**16).astype(np.int32)
+  assert gemm(most, most.T, alpha=3)[0, 0] == wrapped
+
+
+@pytest.mark.parametrize("alpha", [1 / 64, jnp.float32(1 / 64)], ids=["known", "array"])
+def test_eight_bits_of_a_result_are_rounded_last(alpha):
+  """4096 is beyond float8_e4m3fn, and 64 is not."""
+  a, b = jnp.full((2, 64), 8, "float8_e4m3fn"), jnp.full((64, 2), 8, "float8_e4m3fn")
+  found = jaxgemm.gemm(a, b, alpha=alpha)
+  assert found.dtype == a.dtype and found.astype("float32").tolist() == [[64.0] * 2] * 2
+  c = jnp.full((2, 2), -62.0)
+  assert jaxgemm.gemm(a, b, c, alpha=alpha, beta=1)[0, 0] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("a", "b"), [("float8_e4m3fn", "float8_e5m2"), ("bfloat16", "float8_e4m3fn")]
+)
+def test_operands_of_no_common_dtype(a, b):
+  """As jnp.matmul takes them, where it is said what the result is to be."""
+  a, b = jnp.ones((4, 8), a), jnp.ones((8, 4), b)
+  for implementation in (None, "xla"):
+    found = jaxgemm.matmul(
+        a, b, preferred_element_type="float32", implementation=implementation
+    )
+    assert found.dtype == np.float32 and (found == 8.0).all()
+  with pytest.raises(ValueError, match="cannot serve: lhs is"):
+    jaxgemm.matmul(
+        a, b, preferred_element_type="float32", implementation="persistent"
+    )
+  plan = jaxgemm.explain(a, b, preferred_element_type="float32")
+  assert plan.kernel == "xla"
+
+
 def test_integers_are_exact():
   """Where every factor is an integer; no float32 lies between."""
   big, one = jnp.full((1, 1), 2**24 + 1, jnp.int32), jnp.ones((1, 1), jnp.int32)
@@ -482,6 +533,9 @@ _SYMBOLIC = {
     "loss": (
         jax.grad(lambda x, w: jaxgemm.linear_cross_entropy(
             x, w, jnp.zeros(x.shape[:-1], jnp.int32)).sum(), (0, 1)), "b,8", "8,100"),
+    "loss of any number of classes": (
+        lambda x, w: jaxgemm.linear_cross_entropy(
+            x, w, jnp.zeros(x.shape[:-1], jnp.int32)), "b,8", "8,c"),
 }
 
 
@@ -500,7 +554,7 @@ def test_symbolic_shapes_are_exported(name, platform, rng):
   if platform == "cuda":
     assert "mosaic_gpu" not in exported.mlir_module()
     return
-  sizes = {"b": 6, "s": 5}
+  sizes = {"b": 6, "s": 5, "c": 100}
   values = [
       normal(rng, *(sizes.get(one) or int(one) for one in shape.split(",")))
       for shape in shapes

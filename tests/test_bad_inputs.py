@@ -123,7 +123,21 @@ OF_MATMUL: dict[str, Case] = {
         r"implementation \['xla'\] is unknown"),
     "a dict for a config": (
         matmul(A, B, config={"tile_m": 64}), ValueError,
-        "config {'tile_m': 64} is not a config of implementation None"),
+        "config {'tile_m': 64} is not a config of any kernel: those are in pallas"),
+    "a number for a config": (
+        matmul(A, B, config=3), ValueError, "config 3 is not a config of any kernel"),
+    "no common dtype": (
+        matmul(A, B.astype(jnp.float8_e4m3fn)), ValueError,
+        "matmul: a is float32 and b float8_e4m3fn, which JAX promotes to no common"),
+    "gemm: no common dtype": (
+        gemm(A, B.astype(jnp.float8_e4m3fn)), ValueError,
+        "gemm: a is float32 and b float8_e4m3fn"),
+    "gemm: an endless alpha": (
+        gemm(A, B, alpha=10**400), ValueError,
+        "gemm: alpha is an integer beyond float64"),
+    "einsum: a kernel that is none, and no product": (
+        einsum("ij->ji", A, implementation="fast"), ValueError,
+        "implementation 'fast' is unknown"),
     "another kernel's config": (
         matmul(A, B, implementation="direct", config=BlockedConfig()), ValueError,
         "config BlockedConfig.* is not a config of implementation 'direct'"),
@@ -289,6 +303,19 @@ OF_LAYERS: dict[str, Case] = {
         linear(A, B, activation=jnp.sum), ValueError,
         r"activation .* of a float32 array \[2, 3\] gives .*: it must be floating point,"
         " element by element"),
+    "linear: an activation of rows": (
+        linear(A, B, activation=jax.nn.softmax), ValueError,
+        "activation .* is not computed element by element: it has reduce_max"),
+    "linear: an activation of all": (
+        linear(A, B, activation=lambda z: z - z.max()), ValueError,
+        "is not computed element by element: it has reduce_max"),
+    "linear: an activation that sorts": (
+        linear(A, B, activation=jnp.sort), ValueError, "by element: it has sort"),
+    "linear: an activation that turns about": (
+        linear(A, B, activation=jnp.flip), ValueError, "by element: it has rev"),
+    "linear: an activation of columns": (
+        linear(A, B, activation=lambda z: z * np.arange(3.0, dtype="float32")),
+        ValueError, "is not computed element by element"),
     "linear: an activation of no argument": (
         linear(A, B, activation=lambda: 0), ValueError,
         "activation .* of a float32 array raises TypeError: .* 0 positional"),
@@ -326,7 +353,8 @@ OF_LAYERS: dict[str, Case] = {
     "mlp: w_up": (
         mlp(A, ones(15, 4), B), TypeError, "mlp: x has .* must be k=15"),
     "mlp: w_down": (
-        mlp(A, B, ones(5, 16)), TypeError, "mlp: x has .* w_down .* must be k=5"),
+        mlp(A, B, ones(5, 16)), TypeError,
+        r"mlp: w_up has shape \(16, 4\), for 4 hidden, and w_down \(5, 16\): its first"),
     "mlp: bias_up": (
         mlp(A, B, B.T, ones(5)), TypeError, r"mlp: bias_up has shape \(5,\)"),
     "mlp: bias_down": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -127,20 +128,12 @@ def test_inf_and_nan_are_those_of_float32():
     np.testing.assert_allclose(result, truth, rtol=tolerance)
 
 
-SPLIT_SKEWED = KERNELS["split_k"].Config(
-    tile_n=128, num_stages=2, promote=1, splits=2, misaligned="skewed"
-)
-
-
 @pytest.mark.parametrize(
     ("kernel", "config", "named"),
     [
         ("persistent", small(promote=0), "promote=0"),
         ("persistent", small(promote=3), "promote=3"),
         ("persistent", small(misaligned="loads", consumers=1), "misaligned='loads'"),
-        ("persistent", small(misaligned="skewed"), "misaligned='skewed': parts"),
-        ("persistent", small(misaligned="runs"), "misaligned='runs': parts"),
-        ("split_k", SPLIT_SKEWED, "misaligned='skewed': parts"),
         ("persistent", small(tile_n=256), "promoted sum"),
         ("persistent", small(num_stages=3), "shared memory"),
         ("persistent", small(tile_k=32), "tile_k=32 must be 64"),
@@ -150,6 +143,22 @@ SPLIT_SKEWED = KERNELS["split_k"].Config(
 )
 def test_supports_names_the_constraint(kernel, config, named):
   assert named in KERNELS[kernel].supports(problem_in_parts(256, 256, 256), config)
+
+
+@pytest.mark.parametrize("kernel", ["persistent", "split_k"])
+@pytest.mark.parametrize("way", ["loads", "skewed", "runs"])
+@pytest.mark.parametrize("float16_parts", [False, True])
+def test_parts_come_padded(float16_parts, way, kernel):
+  config = KERNELS[kernel].Config(
+      tile_m=64, tile_n=64, num_stages=3, promote=1, consumers=1, misaligned=way,
+      float16_parts=float16_parts,
+  )
+  reason = KERNELS[kernel].supports(problem_in_parts(256, 256, 255), config)
+  assert reason is not None
+  if (way, kernel) != ("runs", "split_k"):  # Which are no parts of k in any case.
+    assert f"misaligned='{way}': parts" in reason
+  padded = dataclasses.replace(config, misaligned="padded")
+  assert KERNELS[kernel].supports(problem_in_parts(256, 256, 255), padded) is None
 
 
 @pytest.mark.parametrize("kernel", ["persistent", "split_k"])

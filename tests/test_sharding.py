@@ -7,6 +7,7 @@ the collectives that a GPU would run.
 from __future__ import annotations
 
 from collections import Counter
+import contextlib
 import re
 
 import jax
@@ -424,6 +425,25 @@ def test_gpu_kernels_run_on_shards(specs, rng):
     assert "mosaic_gpu" in text and "all-gather" not in text
   result = jax.jit(jaxgemm.matmul)(a, b)
   assert reference.relative_error(result, reference.matmul(a, b)) < 5e-3
+
+
+@pytest.mark.parametrize(("of_w", "of_bias"), [(P(None, "y"), P()), (P(), P("y"))])
+@pytest.mark.parametrize("emulated", [False, True])
+def test_a_bias_may_lie_in_another_way_than_columns(emulated, of_w, of_bias, rng):
+  mesh = _mesh(AxisType.Explicit)
+  values = [normal(rng, *shape) for shape in ((8, 8), (8, 8), (8,))]
+  loss = lambda *x: jnp.sum(jnp.sin(jaxgemm.linear(*x, activation="gelu")))
+  wanted = jax.grad(loss, (0, 1, 2))(*values)
+  with jax.set_mesh(mesh):
+    operands = [
+        jax.reshard(x, spec)
+        for x, spec in zip(values, (P("x"), of_w, of_bias), strict=True)
+    ]
+    with jaxgemm.emulate() if emulated else contextlib.nullcontext():
+      found = jax.jit(jax.grad(loss, (0, 1, 2)))(*operands)
+    for one, operand, want in zip(found, operands, wanted, strict=True):
+      assert jax.typeof(one) == jax.typeof(operand)
+      np.testing.assert_allclose(one, want, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("of_c", [P(), P("x"), P("x", "y")], ids=str)
