@@ -7,6 +7,7 @@ traced anew when the context around its call changes.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 import contextlib
 import dataclasses
 
@@ -56,6 +57,13 @@ def batch_invariant(enabled: bool = True) -> contextlib.AbstractContextManager[N
   Example: `with jaxgemm.batch_invariant(): logits = model(params, tokens)`
   """
   return _invariant(enabled)
+
+
+@contextlib.contextmanager
+def restored(target: Target | None, invariant: bool) -> Iterator[None]:
+  """What was set where something was called, for what is traced of it later."""
+  with _context(target), _invariant(invariant):
+    yield
 
 
 def target(kind: str) -> contextlib.AbstractContextManager[None]:

@@ -125,12 +125,7 @@ def _lower_kernels(ctx, *operands, product: Product):
   elif product.implementation == "xla":  # Its partitioner knows its own product.
     return xla("over several devices")
   elif can_partition(ctx):
-    if compat.is_exported(ctx):
-      raise NotImplementedError(
-          f"jax.export of a product that jit shares out over {num_devices} devices: XLA"
-          " would have to call back into this process to partition it; put it in a"
-          " jax.shard_map, or name implementation='xla'"
-      )
+    check_not_exported(ctx, num_devices)
     record_partitioned()
     function = functools.partial(_partitioned, product)
   else:
@@ -152,6 +147,16 @@ def can_partition(ctx) -> bool:
   num_devices, mesh, is_manual = compat.lowering_mesh(ctx)
   named = mesh is not None and not is_manual and jax.config.jax_use_shardy_partitioner
   return num_devices > 1 and named
+
+
+def check_not_exported(ctx, num_devices: int) -> None:
+  """Raises where XLA would have to partition the product in another process."""
+  if compat.is_exported(ctx):
+    raise NotImplementedError(
+        f"jax.export of a product that jit shares out over {num_devices} devices: XLA"
+        " would have to call back into this process to partition it; put it in a"
+        " jax.shard_map, or name implementation='xla'"
+    )
 
 
 def _partitioned(product: Product, *operands):

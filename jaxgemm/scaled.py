@@ -13,19 +13,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
 
 import jax
-from jax import lax
 import jax.numpy as jnp
 
-from jaxgemm import plan as plans
 from jaxgemm.api import matmul, named_kernel
 from jaxgemm.arguments import as_array, as_dtype, check_real
-from jaxgemm.contexts import current_target, is_batch_invariant
-from jaxgemm.device import current_device
-from jaxgemm.launch import run
-from jaxgemm.lowering import emulated_product
+from jaxgemm.contexts import Target, current_target, is_batch_invariant, restored
 from jaxgemm.primitive import explicit
 from jaxgemm.quantisation import (
   FLOAT8,
@@ -36,16 +30,9 @@ from jaxgemm.quantisation import (
   quantise,
   rounded,
 )
-from jaxgemm.recording import record_plan
+from jaxgemm.scaled_product import Scaled, scaled_product
 from pallas_kernels import compat
-from pallas_kernels.problem import OUT_DTYPES, SCALE_BLOCK, Config, Epilogue, Problem
-
-_ALGORITHMS = {
-    ("float8_e4m3fn", "float8_e4m3fn"): "e4m3_f32",
-    ("float8_e5m2", "float8_e5m2"): "e5m2_f32",
-    ("float8_e4m3fn", "float8_e5m2"): "e4m3_e5m2_f32",
-    ("float8_e5m2", "float8_e4m3fn"): "e5m2_e4m3_f32",
-}
+from pallas_kernels.problem import OUT_DTYPES, SCALE_BLOCK, Config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +45,7 @@ class _Options:
   implementation: str | None
   config: Config | None
   batch_invariant: bool
+  target: Target | None
 
 
 def scaled_matmul(
@@ -136,7 +124,8 @@ def scaled_matmul(
       )
     scales.append(scale)
   options = _Options(
-      *dtypes, named_kernel(implementation, config), config, is_batch_invariant()
+      *dtypes, named_kernel(implementation, config), config, is_batch_invariant(),
+      current_target(),
   )
   return _scaled_matmul(*compat.vary_alike(lhs, rhs, *scales), options)
 
@@ -160,11 +149,13 @@ def _forward(lhs, rhs, lhs_scale, rhs_scale, options: _Options):
 def _backward(options: _Options, saved, ct):
   lhs, rhs, lhs_scale, rhs_scale, *tokens = saved
   if options.cotangent_dtype is None:
-    lhs_ct = matmul(
-        ct, _transposed(dequantise(rhs, rhs_scale, ct.dtype)),
-        preferred_element_type=jnp.float32, out_sharding=_explicit(lhs),
-    )
-    rhs_ct = _summed_matmul(dequantise(lhs, lhs_scale, ct.dtype), ct, rhs)
+    with restored(options.target, options.batch_invariant):
+      lhs_ct = matmul(
+          ct, _transposed(dequantise(rhs, rhs_scale, ct.dtype)),
+          preferred_element_type=jnp.float32, out_sharding=_explicit(lhs),
+      )
+    with restored(options.target, False):  # A sum over all rows.
+      rhs_ct = _summed_matmul(dequantise(lhs, lhs_scale, ct.dtype), ct, rhs)
   else:
     lhs_ct, rhs_ct = _narrow_gradients(options, lhs, rhs, lhs_scale, rhs_scale, ct)
   grads = []
@@ -211,13 +202,14 @@ def _narrow_gradients(options: _Options, lhs, rhs, lhs_scale, rhs_scale, ct):
     )
     lhs_scale = _per_row(lhs_scale, lhs.shape[-2])
     lhs, ct, lhs_scale = map(_as_matrix, (lhs, ct, lhs_scale))
+  of_rhs = dataclasses.replace(options, batch_invariant=False)  # A sum over all rows.
   one = jnp.ones((1,) * lhs.ndim, jnp.float32)
   if lhs_scale.shape[-1] == 1 and rhs_scale.shape[-2] == 1:
     by_rows, rows = quantise(ct * expand(rhs_scale, ct.shape), narrow, block=(1, -1))
     by_cols, cols = quantise(ct * expand(lhs_scale, ct.shape), narrow, block=(-1, 1))
     return (
         _multiply(by_rows, _transposed(rhs), rows, one, options).reshape(shape),
-        _multiply(_transposed(lhs), by_cols, one, cols, options),
+        _multiply(_transposed(lhs), by_cols, one, cols, of_rhs),
     )
   by_rows, rows = quantise(ct, narrow, block=(1, SCALE_BLOCK))
   blocks, scale = quantise(ct, narrow, block=(SCALE_BLOCK, SCALE_BLOCK))
@@ -234,7 +226,7 @@ def _narrow_gradients(options: _Options, lhs, rhs, lhs_scale, rhs_scale, ct):
     other_scale = jnp.repeat(other_scale, num_blocks(other.shape[-2]), axis=-2)
   return (
       _multiply(by_rows, other, rows, other_scale, options).reshape(shape),
-      _multiply(anew, blocks, anew_scale, scale, options),
+      _multiply(anew, blocks, anew_scale, scale, of_rhs),
   )
 
 
@@ -266,7 +258,11 @@ def _multiply(lhs, rhs, lhs_scale, rhs_scale, options: _Options) -> jax.Array:
     if cols.shape[2] == 1:
       cols = jnp.repeat(cols, num_blocks(n), axis=2)
     scaling = "blocks"
-  out = _product(scaling, options)(lhs, rhs, rows, cols)
+  facts = Scaled(
+      scaling, options.out_dtype, options.implementation, options.config,
+      options.batch_invariant, options.target,
+  )
+  out = scaled_product(lhs, rhs, rows, cols, facts)
   return out.reshape(*batch, m, n)
 
 
@@ -280,78 +276,6 @@ def _per_row(scale: jax.Array, m: int) -> jax.Array:
   if scale.shape[-2] == 1:
     return jnp.repeat(scale, m, axis=-2)
   return expand(scale, (m, scale.shape[-1]))
-
-
-@functools.lru_cache(maxsize=256)
-def _product(scaling: str, options: _Options) -> Any:
-  """A function of values and factors [batch, ...], with a rule for vmap."""
-
-  @jax.custom_batching.custom_vmap
-  def product(lhs, rhs, rows, cols):
-    return _planned(lhs, rhs, rows, cols, scaling, options)
-
-  @product.def_vmap
-  def _batched(size, batched, *operands):
-    folded = [
-        x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
-        for x, is_batched in zip(operands, batched, strict=True)
-    ]
-    batch = folded[0].shape[1]
-    out = product(*(x.reshape(size * batch, *x.shape[2:]) for x in folded))
-    return out.reshape(size, batch, *out.shape[1:]), True
-
-  return product
-
-
-def _planned(lhs, rhs, rows, cols, scaling: str, options: _Options) -> jax.Array:
-  (batch, m, k), n = lhs.shape, rhs.shape[-1]
-  out_of_range = scaling == "blocks" and cols.shape[2] != num_blocks(n)
-  xla = functools.partial(_by_xla, scaling=scaling, out_dtype=options.out_dtype)
-  wanted = f"implementation {options.implementation!r}"
-  if options.batch_invariant:
-    wanted = "batch_invariant: no kernel"
-  elif out_of_range and options.implementation in (None, "xla"):
-    return xla(lhs, rhs, rows, cols)
-  if out_of_range:
-    raise ValueError(
-        f"{wanted} cannot serve: rhs_scale has blocks"
-        f" of k, and {cols.shape[2]} columns where the kernel wants one for every"
-        f" {SCALE_BLOCK}"
-    )
-  problem = Problem(
-      m, n, k, batch, dtype=lhs.dtype.name, out_dtype=options.out_dtype,
-      algorithm=_ALGORITHMS[lhs.dtype.name, rhs.dtype.name],
-      epilogue=Epilogue(scaling=scaling),
-  )
-  target = current_target()
-  device = current_device() if target is None else target.device
-  plan = plans.make_plan(
-      problem, device, implementation=options.implementation, config=options.config,
-      batch_invariant=options.batch_invariant,
-  )
-  record_plan(plan)
-  if plan.kernel == "xla":
-    return xla(lhs, rhs, rows, cols)
-  launch = functools.partial(run, plan, device=device)
-  if target is not None and target.emulate:
-    return emulated_product(plan, (lhs, rhs, rows, cols), launch)
-  return lax.platform_dependent(
-      lhs, rhs, rows, cols, cuda=lambda *x: launch(x), default=xla
-  )
-
-
-def _by_xla(lhs, rhs, rows, cols, *, scaling: str, out_dtype: str) -> jax.Array:
-  """The same from XLA's products."""
-  numbers = (((2,), (1,)), ((0,), (0,)))
-  if scaling == "rows":
-    out = lax.dot_general(lhs, rhs, numbers, preferred_element_type=jnp.float32)
-    out = out * rows[:, :, None] * cols[:, None, :]
-  else:
-    out = lax.dot_general(
-        dequantise(lhs, rows.swapaxes(1, 2)), dequantise(rhs, cols), numbers,
-        precision=lax.Precision.HIGHEST,
-    )
-  return out.astype(out_dtype)
 
 
 def _transposed(x: jax.Array) -> jax.Array:

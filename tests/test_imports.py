@@ -30,7 +30,7 @@ LAYERS = (
     ("partitioning",),
     ("passes",),
     ("primitive", "cotangents"),
-    ("gradients",),
+    ("gradients", "scaled_product"),
     ("fused",),
     ("api", "autotune"),
     ("scaled", "layers", "einsums"),

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections import Counter
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
+from experiments.collectives import collectives
 import jaxgemm
 from jaxgemm import reference
+from jaxgemm.recording import recording
 from pallas_kernels import KERNELS
 from pallas_kernels.problem import Epilogue
 from tests import kernel_cases
 from tests.kernel_cases import LAYOUTS, make_problem, small_config
+from tests.product_cases import equations
 
 BLOCKS = {
     "tensor": ((-1, -1), (-1, -1)),
@@ -335,3 +342,97 @@ def test_batch_invariance_is_kept():
       run = jax.jit(jaxgemm.scaled_matmul)
       text = jax.export.export(run, platforms=["cuda"])(x, w).mlir_module()
   assert "jaxgemm_persistent" in text
+
+
+def test_gradients_are_planned_as_the_call():
+  """Whatever is set where they are traced; but a sum over all rows may be split."""
+  x, w = jnp.ones((64, 128)), jnp.ones((128, 256))
+  for cotangent_dtype in (None, E5M2):
+    run = functools.partial(jaxgemm.scaled_matmul, cotangent_dtype=cotangent_dtype)
+    with jaxgemm.target("NVIDIA H200"), jaxgemm.batch_invariant():
+      out, backward = jax.vjp(run, x, w)
+    found = jax.make_jaxpr(backward)(out).jaxpr
+    names = ("jaxgemm", "jaxgemm_scaled")
+    ours = [eqn for eqn in equations(found) if eqn.primitive.name in names]
+    facts = [eqn.params.get("product", eqn.params.get("facts")) for eqn in ours]
+    assert [each.batch_invariant for each in facts] == [True, False]
+    assert all(each.target is not None for each in facts)
+
+
+def exact(values, scale) -> np.ndarray:
+  return wide(jaxgemm.dequantise(values, scale))
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_vmap_is_one_product(kind, rng):
+  """And explain counts what is run."""
+  x, w = normal(rng, 3, 64, 256), normal(rng, 256, 128)
+  x, of_x = quantised(x, BLOCKS[kind][0])
+  w, of_w = quantised(w, BLOCKS[kind][1])
+  run = lambda x, s: jaxgemm.scaled_matmul(x, w, s, of_w)
+  found = jax.vmap(run)(x, of_x)
+  assert reference.relative_error(found, exact(x, of_x) @ exact(w, of_w)) < 5e-3
+  with jaxgemm.target("NVIDIA H200"), recording() as record:
+    jax.jit(jax.vmap(run)).trace(x, of_x).lower(lowering_platforms=("cuda",))
+  ((plan, count),) = record.plans.items()
+  assert count == 1 and plan.problem.batch == 3 and plan.kernel == "persistent"
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_symbolic_sizes_are_left_to_xla(platform, rng):
+  scope = jax.export.SymbolicScope()
+  rows = jax.ShapeDtypeStruct(jax.export.symbolic_shape("m,128", scope=scope), E4M3)
+  w, scale = quantised(normal(rng, 128, 64), (-1, 1))
+  run = lambda x: jaxgemm.scaled_matmul(
+      x, w, 2.0, scale, preferred_element_type="float32"
+  )
+  with jaxgemm.target("NVIDIA H200"):
+    exported = jax.export.export(jax.jit(run), platforms=[platform])(rows)
+  if platform == "cpu":
+    x = normal(rng, 5, 128).astype(E4M3)
+    np.testing.assert_allclose(
+        exported.call(x), 2 * wide(x) @ exact(w, scale), rtol=1e-5, atol=1e-4
+    )
+
+
+SHARDS = {
+    # Of lhs and rhs, and the collectives, none of them of an operand.
+    "rows": (P("x"), P(), {}),
+    "columns": (P(), P(None, "x"), {}),
+    "rows and columns": (P("x"), P(None, "y"), {}),
+    "sums": (P(None, "x"), P("x"), {"all-reduce": 1}),
+}
+
+
+@pytest.mark.parametrize("kind", ["rows", "blocks", "fine"])
+@pytest.mark.parametrize("name", SHARDS)
+def test_shards_are_products_of_their_own(name, kind, rng):
+  *specs, wanted = SHARDS[name]
+  mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:4]).reshape(2, 2), ("x", "y"))
+  put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
+  x, of_x = quantised(normal(rng, 128, 512), BLOCKS[kind][0])
+  w, of_w = quantised(normal(rng, 512, 512), BLOCKS[kind][1])
+  run = jax.jit(functools.partial(
+      jaxgemm.scaled_matmul, preferred_element_type="float32"
+  ))
+  with jaxgemm.emulate():
+    operands = put(x, specs[0]), put(w, specs[1]), put(of_x, P()), put(of_w, P())
+    text = run.lower(*operands).compile().as_text()
+    assert Counter(kind for kind, _ in collectives(text).elements()) == wanted
+    found = run(*operands)
+  assert reference.relative_error(found, exact(x, of_x) @ exact(w, of_w)) < 1e-5
+
+
+def test_blocks_are_not_cut(rng):
+  """Of 192 columns a half has one and a half."""
+  mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:2]), ("x",))
+  x, of_x = quantised(normal(rng, 128, 192), BLOCKS["fine"][0])
+  w, of_w = quantised(normal(rng, 192, 192), BLOCKS["fine"][1])
+  for specs in ((P(), P(None, "x")), (P(None, "x"), P("x"))):
+    operands = [
+        jax.device_put(each, NamedSharding(mesh, spec))
+        for each, spec in zip((x, w, of_x, of_w), (*specs, P(), P()), strict=True)
+    ]
+    with jaxgemm.emulate():
+      found = jax.jit(jaxgemm.scaled_matmul)(*operands)
+    assert reference.relative_error(found, exact(x, of_x) @ exact(w, of_w)) < 5e-3
