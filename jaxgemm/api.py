@@ -27,7 +27,7 @@ from jaxgemm.arguments import (
   check_real,
   times,
 )
-from jaxgemm.contexts import current_target, is_batch_invariant
+from jaxgemm.contexts import current_target, device_of, is_batch_invariant
 from jaxgemm.dims import (
   Axes,
   DimensionNumbers,
@@ -39,7 +39,7 @@ from jaxgemm.dims import (
   label_sizes,
 )
 from jaxgemm.fused import bind
-from jaxgemm.lowering import local_plan, permuted, planned, planned_device
+from jaxgemm.lowering import local_plan, permuted, planned
 from jaxgemm.product import Product
 from pallas_kernels import compat
 from pallas_kernels.problem import OUT_DTYPES, Config
@@ -62,7 +62,8 @@ def matmul(
     implementation: None (the plan chooses), "blocked", "direct", "pipelined",
       "persistent", "split_k", "gemv", "triton" or "xla". A kernel that is named must
       serve; its gradients prefer it.
-    config: the config of that kernel; alone, it also names its kernel.
+    config: the config of that kernel, of a class in pallas_kernels.problem; alone, it
+      also names its kernel.
     batch_invariant: whether a row of the result must have the same bits whatever m is;
       see jaxgemm.batch_invariant, which sets it for all products.
   Returns: [*batch, m, n], without m where a is [k], without n where b is [k].
@@ -134,7 +135,8 @@ def gemm(
 ) -> jax.Array:
   """Returns alpha * a @ b + beta * c, scaled and added before the one rounding.
 
-  As in BLAS, c is not read where beta is the number 0, as it is if only c is given.
+  As in BLAS, c is not read where beta is the number 0, which is its default even where
+  c is given.
   Python numbers alpha and beta are part of the kernel; arrays, which may be traced and
   differentiated, multiply its float32 result, and c even where they are 0.
 
@@ -142,13 +144,16 @@ def gemm(
     a: [*batch, m, k].
     b: [*batch, k, n]; the batches broadcast.
     c: None, or an array that broadcasts to [*batch, m, n].
-    alpha, beta: factors of the product and of c.
+    alpha, beta: factors of the product and of c: numbers, or arrays that broadcast to
+      the result.
     precision, preferred_element_type, implementation, config: as for jaxgemm.matmul.
   Returns: [*batch, m, n] in preferred_element_type, or else the dtype of a @ b.
   Raises:
-    TypeError: k differs between the operands; the message names both shapes.
-    ValueError: an operand is not a matrix, the batches or c do not broadcast, beta
-      has no c, or the named kernel cannot serve.
+    TypeError: k differs between the operands, which the message names with their
+      shapes; or alpha, beta or c is no array of numbers, or complex where the result is
+      not.
+    ValueError: an operand is not a matrix, the batches, alpha, beta or c do not
+      broadcast, beta has no c, or the named kernel cannot serve.
   Example: y = jaxgemm.gemm(x, w, y, beta=1)  # accumulates into y
   """
   a, b = as_array("gemm", "a", a), as_array("gemm", "b", b)
@@ -262,7 +267,7 @@ def explain(
       _permuted_shape(lhs_shape, folding.lhs_perm),
       _permuted_shape(rhs_shape, folding.rhs_perm), dtypes[0].name,
   )
-  device = planned_device(product)
+  device = device_of(product.target)
   if not are_known(lhs_shape + rhs_shape):
     reason = reason or "its sizes are symbolic, and no plan is for all"
   if reason:

@@ -13,7 +13,7 @@ import dataclasses
 
 import jax
 
-from jaxgemm.device import Device, known_device
+from jaxgemm.device import Device, current_device, known_device
 from pallas_kernels import compat
 
 
@@ -35,6 +35,16 @@ _invariant = jax.make_user_context(default_value=False)
 def current_target() -> Target | None:
   """What `target` or `emulate` has set here, or None."""
   return _context.value
+
+
+def device_of(target: Target | None) -> Device | None:
+  """The device to plan for: the target's, or the one that runs what is traced."""
+  return current_device() if target is None else target.device
+
+
+def emulates(target: Target | None) -> bool:
+  """Whether kernels run in the emulator."""
+  return target is not None and target.emulate
 
 
 def is_batch_invariant() -> bool:

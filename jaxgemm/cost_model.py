@@ -230,14 +230,13 @@ def _store(work: Work, model: Model) -> float:
 
 
 def sustained_us(
-    time_us: float, problem: Problem, config: Config, device: Device,
-    model: Model = MODEL,
+    time_us: float, problem: Problem, config: Config, device: Device
 ) -> float:
   """The time under a load that lasts, of what takes `time_us` in turns with others.
 
   Those that share their clocks with others do not pay for the energy that they take.
   """
-  return _limited(time_us, _energy(problem, config, device, model))
+  return _limited(time_us, _energy(problem, config, device, MODEL))
 
 
 def _energy(problem: Problem, config: Config, device: Device, model: Model) -> float:

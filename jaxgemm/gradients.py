@@ -18,6 +18,7 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from jaxgemm.contexts import emulates
 from jaxgemm.dims import are_known
 from jaxgemm.partitioning import partitioned_gradients
 from jaxgemm.primitive import can_partition, explicit, gradient
@@ -83,8 +84,7 @@ def _abstract_eval(*operands, gradients: Gradients):
 # Without them: "MLIR translation rule for primitive 'jaxgemm_gradients' not found".
 def _lower(ctx, *operands, gradients: Gradients):
   """For every platform but CUDA: XLA's dots, or the kernels emulated."""
-  target = gradients.product.target
-  if target is not None and target.emulate:
+  if emulates(gradients.product.target):
     return _lower_kernels(ctx, *operands, gradients=gradients)
   return _lower_function(ctx, separate, operands, gradients)
 

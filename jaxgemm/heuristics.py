@@ -290,7 +290,7 @@ def _specialised(
   """The warp-specialised configs of a tile of `product`: the problem, or transposed.
 
   `splits` asks for those that split k, too; `fields` are those of a config that say how
-  operands are split.
+  operands are split, or come.
   """
   tile_m, tile_n, _, wg_dim, swap = shape
   tile_k = ring_slots.tile_k_of(problem, fields)

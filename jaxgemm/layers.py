@@ -104,7 +104,8 @@ def gated_linear(
       they are, interleaved ones and those of derivatives are cut out first.
     bias_gate, bias_up: None, or [n]; both or none.
     residual: None, or an array that broadcasts to [*batch, n]; added at last.
-    packed: "concatenated", the gate's columns first, or "interleaved", theirs in turn.
+    packed: "concatenated", the gate's columns first, or "interleaved", columns of the
+      two alternating.
     activation, scale, precision, preferred_element_type, transposed, save,
       implementation, config: as for jaxgemm.linear.
   Returns: [*batch, n].

@@ -54,8 +54,8 @@ def linear_cross_entropy(
     scale, precision, implementation, config: as for jaxgemm.linear.
   Returns: [*batch] float32 (float64 of float64 logits).
   Raises:
-    TypeError: labels are no integers, or their shape is not that of x without its last
-      dimension; or as jaxgemm.linear.
+    TypeError: labels are no integers, their shape is not that of x without its last
+      dimension, or the logits are not floating point; or as jaxgemm.linear.
     ValueError: as jaxgemm.linear.
   Example:
     losses = jaxgemm.linear_cross_entropy(x, embedding, labels, transposed=True)

@@ -14,7 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxgemm import forms
 from jaxgemm import plan as plans
-from jaxgemm.device import Device, current_device
+from jaxgemm.contexts import device_of, emulates
+from jaxgemm.device import Device
 from jaxgemm.launch import run
 from jaxgemm.precision import for_xla
 from jaxgemm.product import Product
@@ -119,16 +120,9 @@ def permuted(sharding: NamedSharding, have, want) -> NamedSharding:
   return NamedSharding(sharding.mesh, spec)
 
 
-def planned_device(product: Product) -> Device | None:
-  """The device whose kernels compute the product."""
-  if product.target is not None:
-    return product.target.device
-  return current_device()
-
-
 def local_plan(product: Product, *operands) -> plans.Plan:
   """The plan of a product whose operands lie whole on one device."""
-  problem, device = local_problem(product, *operands), planned_device(product)
+  problem, device = local_problem(product, *operands), device_of(product.target)
   if product.implementation is None:
     record(forms.form(problem.unfused, device), device)
   try:
@@ -172,7 +166,7 @@ def local_product(product: Product, *operands):
 
   Of a fused product the list of its results.
   """
-  emulated = product.target is not None and product.target.emulate
+  emulated = emulates(product.target)
   plan = local_plan(product, *operands)
   record_plan(plan)
   if plan.kernel == "xla":
@@ -185,7 +179,7 @@ def local_product(product: Product, *operands):
   others = [x for x in (c, *entering) if x is not None]
   arrays += [lax.reshape(x, plan.problem.out_shape) for x in others]
   arrays += [lax.reshape(x, (x.size,)) for x in biases]
-  device = planned_device(product)
+  device = device_of(product.target)
   assert device is not None
   launch = functools.partial(
       run, plan, device=device, beside_collectives=product.beside_collectives

@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
+from jaxgemm.contexts import emulates
 from jaxgemm.layouts import Parts, Reduction, ShardedArray, choose_layout
 from jaxgemm.lowering import epilogue, xla_product
 from jaxgemm.product import Gradients, Product
@@ -163,7 +164,7 @@ def _partition_gradients(gradients: Gradients, compute, mesh, operands, results)
 
 def of_shards(product: Product) -> Product:
   """The product, as a device computes it of its shards."""
-  if product.target is not None and product.target.emulate:
+  if emulates(product.target):
     # JAX loses the host callbacks of a partition, so XLA's dot computes the shards.
     product = product.replace(target=None, implementation=None, config=None)
   return product.replace(out_sharding=None, beside_collectives=True)

@@ -14,8 +14,8 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jaxgemm.contexts import Target
-from jaxgemm.device import current_device, supported
+from jaxgemm.contexts import Target, device_of, emulates
+from jaxgemm.device import supported
 from jaxgemm.dims import are_known
 from jaxgemm.lowering import in_emulator
 from pallas_kernels import compat
@@ -41,7 +41,7 @@ def define(
 
   def lower(ctx, *operands, facts):
     """For every platform but CUDA."""
-    if facts.target is not None and facts.target.emulate:
+    if emulates(facts.target):
       return lower_kernel(ctx, *operands, facts=facts)
     return mlir.lower_fun(by_xla, multiple_results=True)(ctx, *operands, facts=facts)
 
@@ -77,12 +77,12 @@ def define(
 
 def run(launch: Callable[..., Any], operands: Sequence[jax.Array], target: Target | None):
   """launch(operands), on the chip, or in the emulator if the target says so."""
-  if target is not None and target.emulate:
+  if emulates(target):
     return in_emulator(launch, jax.eval_shape(launch, operands), operands)
   return launch(operands)
 
 
 def serving_device(target: Target | None):
   """The device whose kernels may serve, or None."""
-  device = current_device() if target is None else target.device
+  device = device_of(target)
   return device if supported(device) else None

@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxgemm import precision as precisions
 from jaxgemm.checkpoint_policies import name_product
+from jaxgemm.contexts import emulates
 from jaxgemm.dims import Dims, are_known, fold
 from jaxgemm.lowering import (
   epilogue,
@@ -96,7 +97,7 @@ _type_without_mesh = functools.lru_cache(maxsize=4096)(_type)
 # Without them: "MLIR translation rule for primitive 'jaxgemm' not found".
 def _lower(ctx, *operands, product: Product):
   """For every platform but CUDA: XLA's dot, or the kernels emulated."""
-  if product.target is not None and product.target.emulate:
+  if emulates(product.target):
     return _lower_kernels(ctx, *operands, product=product)
   return _lower_xla(ctx, operands, product, "on this platform")
 

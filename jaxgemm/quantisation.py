@@ -70,8 +70,14 @@ def rounded(x: jax.Array, scale: jax.Array, dtype) -> jax.Array:
 def dequantise(values: jax.Array, scale: jax.Array, dtype=jnp.float32) -> jax.Array:
   """Returns values times their scale, in `dtype`; see `quantise`.
 
+  Args:
+    values: [*batch, m, n], of any real dtype.
+    scale: [*batch, ., .] with 1, m or one for every 128 of m, by 1, n or one for every
+      128 of n.
+    dtype: of the result; the product is float32 before it is rounded to that.
+  Returns: [*batch, m, n].
   Raises:
-    TypeError: an operand is no array, or dtype none.
+    TypeError: an operand is no array or is complex, or dtype is none.
     ValueError: values are no matrix, or the scale's shape does not fit them.
   """
   values = as_array("dequantise", "values", values)

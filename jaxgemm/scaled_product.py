@@ -22,8 +22,7 @@ from jax.interpreters import batching, mlir
 import jax.numpy as jnp
 
 from jaxgemm import plan as plans
-from jaxgemm.contexts import Target
-from jaxgemm.device import current_device
+from jaxgemm.contexts import Target, device_of, emulates
 from jaxgemm.dims import Dims, are_known
 from jaxgemm.launch import run
 from jaxgemm.layouts import ShardedArray, choose_layout
@@ -84,10 +83,6 @@ def scaled_product(lhs, rhs, rows, cols, facts: Scaled) -> jax.Array:
   return scaled_p.bind(*operands, facts=facts)
 
 
-def _device(facts: Scaled):
-  return current_device() if facts.target is None else facts.target.device
-
-
 def _plan(facts: Scaled, lhs, rhs, rows, cols) -> plans.Plan:
   del rows
   (batch, m, k), n = lhs.shape, rhs.shape[2]
@@ -109,7 +104,7 @@ def _plan(facts: Scaled, lhs, rhs, rows, cols) -> plans.Plan:
       )
     return plans.Plan("xla", None, "fallback", reason, problem)
   return plans.make_plan(
-      problem, _device(facts), implementation=facts.implementation,
+      problem, device_of(facts.target), implementation=facts.implementation,
       config=facts.config, batch_invariant=facts.batch_invariant,
   )
 
@@ -120,10 +115,11 @@ def _on_one_device(*operands, facts: Scaled) -> jax.Array:
   record_plan(plan)
   if plan.kernel == "xla":
     return _by_xla(*operands, facts=facts)
+  device = device_of(facts.target)
   launch = functools.partial(
-      run, plan, device=_device(facts), beside_collectives=facts.beside_collectives
+      run, plan, device=device, beside_collectives=facts.beside_collectives
   )
-  if facts.target is not None and facts.target.emulate:
+  if emulates(facts.target):
     return emulated_product(plan, operands, launch)
   return launch(operands)
 
@@ -187,7 +183,7 @@ def _partition(facts: Scaled, groups, mesh, operands, result):
       block: layout.parts.get(of, ()) for block, of in (("q", "k"), ("p", "n"))
   }
   local = dataclasses.replace(facts, beside_collectives=True)
-  if facts.target is not None and facts.target.emulate:
+  if emulates(facts.target):
     # JAX loses the host callbacks of a partition, so XLA computes the shards.
     local = dataclasses.replace(local, target=None, implementation=None, config=None)
 
@@ -212,7 +208,7 @@ def _abstract_eval(lhs, rhs, rows, cols, *, facts: Scaled):
 # Without them: "MLIR translation rule for primitive 'jaxgemm_scaled' not found".
 def _lower(ctx, *operands, facts: Scaled):
   """For every platform but CUDA: XLA's products, or the kernel emulated."""
-  if facts.target is not None and facts.target.emulate:
+  if emulates(facts.target):
     return _lower_kernel(ctx, *operands, facts=facts)
   return _lower_function(ctx, functools.partial(_by_xla, facts=facts), operands)
 

@@ -17,7 +17,6 @@ TMA and wgmma in place of loads and FMAs.
 
 from __future__ import annotations
 
-import jax
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -47,8 +46,8 @@ def smem_bytes(problem: Problem, config: BlockedConfig) -> int:
 
 def launch(
     operands, problem: Problem, config: BlockedConfig, *, num_sms: int, interpret=None
-) -> jax.Array:
-  """Returns the result [batch, m, n]; operands as `problem` stores them."""
+) -> calls.Results:
+  """Returns the results; operands as `problem` stores them."""
   del num_sms  # One CTA a tile, however many SMs there are.
   call = calls.make_call(
       operands, problem, config, stored_cols=config.tile_n, num_wgs=1,

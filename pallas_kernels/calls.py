@@ -24,6 +24,9 @@ from pallas_kernels.halves import Halves
 from pallas_kernels.problem import Config, Problem
 from pallas_kernels.scales import make_scales, pad_block_scales
 
+# [batch, m, n], and of an epilogue that has more results all of them, of the same shape.
+Results = jax.Array | tuple[jax.Array, ...]
+
 
 @dataclasses.dataclass(frozen=True)
 class Call:
@@ -43,7 +46,7 @@ class Call:
       self, kernel: Callable[..., None], *, name: str, scratch: dict[str, Any], grid: int,
       num_wgs: int, cluster: Mapping[str, int] | None = None,
       workspace: dict[str, Any] | None = None,
-  ) -> jax.Array:
+  ) -> Results:
     """Returns what the kernel stored: several arrays if the epilogue has other results.
 
     Each input is an array, or a tuple of arrays (the parts of an operand).

@@ -28,7 +28,6 @@ Source: the loads are those of `register_loads`; measured against `pipelined`.
 
 from __future__ import annotations
 
-import jax
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -109,8 +108,8 @@ def num_rounds(problem: Problem, config: DirectConfig) -> int:
 
 def launch(
     operands, problem: Problem, config: DirectConfig, *, num_sms: int, interpret=None
-) -> jax.Array:
-  """Returns the result [batch, m, n]; operands as `problem` stores them."""
+) -> calls.Results:
+  """Returns the results; operands as `problem` stores them."""
   del num_sms  # One CTA a tile, however many SMs there are.
   emulated = interpret is not None
   exchange = make_exchange(config, emulated=emulated)

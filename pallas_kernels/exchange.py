@@ -37,6 +37,7 @@ from jaxlib.mlir.dialects import arith, nvvm, vector
 import numpy as np
 
 from pallas_kernels import tiles
+from pallas_kernels.integers import i32
 from pallas_kernels.problem import ALONG_K
 
 VECTOR = 4  # Sums that a thread sends at once: 16 bytes.
@@ -182,7 +183,7 @@ def _send(acc, inbox: Ref, barrier: Ref, rank, num_shares: int) -> None:
   def send(_, acc, inbox, barrier, rank):
     rank = rank.registers.item()
     offset = arith.addi(
-        arith.muli(rank, _i32(part_bytes)), arith.muli(_thread(), _i32(VECTOR * 4))
+        arith.muli(rank, i32(part_bytes)), arith.muli(_thread(), i32(VECTOR * 4))
     )
     for share in range(num_shares):
       registers = acc[:, share * width : (share + 1) * width].registers.ravel()
@@ -213,7 +214,7 @@ def _receive(inbox: Ref, barrier: Ref, parity) -> None:
         f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {num_bytes};", address,
         predicate=_one_thread(), has_side_effects=True,
     )
-    nvvm.mbarrier_try_wait_parity(address, parity.registers.item(), _i32(10_000_000))
+    nvvm.mbarrier_try_wait_parity(address, parity.registers.item(), i32(10_000_000))
 
   receive(barrier, parity)
 
@@ -248,19 +249,15 @@ def _sum(inbox: Ref, shape: tuple[int, int]) -> jax.Array:
 def _address_in(cta: int, ref: ir.Value) -> ir.Value:
   """Address of what CTA `cta` of the cluster has in the place of `ref`."""
   return mgpu.utils.inline_ptx(
-      "mapa.shared::cluster.u32 $0, $1, $2;", mgpu.utils.memref_ptr(ref), _i32(cta),
+      "mapa.shared::cluster.u32 $0, $1, $2;", mgpu.utils.memref_ptr(ref), i32(cta),
       result_types=ir.IntegerType.get_signless(32),
   )
 
 
 def _thread() -> ir.Value:
   """The thread's index within its warpgroup."""
-  return arith.remui(mgpu.utils.thread_idx(), _i32(tiles.WG_THREADS))
+  return arith.remui(mgpu.utils.thread_idx(), i32(tiles.WG_THREADS))
 
 
 def _one_thread() -> ir.Value:
-  return arith.cmpi(arith.CmpIPredicate.eq, _thread(), _i32(0))
-
-
-def _i32(value: int) -> ir.Value:
-  return arith.constant(ir.IntegerType.get_signless(32), value)
+  return arith.cmpi(arith.CmpIPredicate.eq, _thread(), i32(0))

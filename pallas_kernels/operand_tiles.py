@@ -375,7 +375,8 @@ def prepare(
     lhs, rhs: [batch, ., .] as the problem stores them: the parts of each, or both rhs
       of a gated product, in one array or two.
     problem: the problem.
-    config: has `tile_m`, `tile_n` and `tile_k`.
+    config: has `tile_m`, `tile_n` and `tile_k`, and may say the way of what is
+      misaligned.
     emulated: whether the kernel runs in the emulator.
     by_registers: whether all operands come through registers, on the chip.
   """

@@ -87,8 +87,8 @@ def make_ring(
 def launch(
     operands, problem: Problem, config: PersistentConfig, *, num_sms: int,
     rounds: int = 1, interpret=None,
-) -> jax.Array:
-  """Returns the result [batch, m, n]; operands as `problem` stores them.
+) -> calls.Results:
+  """Returns the results; operands as `problem` stores them.
 
   `rounds`: see `ClusterGrid`.
   """
@@ -101,7 +101,7 @@ def launch(
 def guarded(
     launch: Callable[..., jax.Array], operands, problem: Problem,
     config: PersistentConfig, supports: specialised.Supports, *, emulated: bool,
-) -> jax.Array:
+) -> calls.Results:
   """`launch(operands, problem, config, split)` with the parts that the operands allow."""
   if config.split_lhs and config.swap:
     # The result has few rows or columns: a pass that transposes it costs little.
@@ -125,7 +125,7 @@ def guarded(
 def _launch(
     operands, *, problem: Problem, config: PersistentConfig, num_sms: int, rounds: int,
     interpret, split: halves.Halves | None,
-) -> jax.Array:
+) -> calls.Results:
   operands = _apart(operands, problem)
   call = calls.make_call(
       swapped(operands, config), specialised.multiplied(problem, config), config,
@@ -160,7 +160,7 @@ def run(
     num_sms: int, k_steps: int, copies: int = 1, rounds: int = 1,
     operand_origin: Callable[..., Any] = lambda batch: (batch, 0),
     exchange: Exchange | None = None,
-) -> jax.Array:
+) -> calls.Results:
   """Runs the schedule: `k_steps` k tiles for each tile of each result.
 
   Split-k asks for `copies` results a product, maps the index of a result to the

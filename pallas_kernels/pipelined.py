@@ -22,7 +22,6 @@ Source: multi-stage software pipelining as in CUTLASS (sm80 multistage mainloop)
 
 from __future__ import annotations
 
-import jax
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -55,8 +54,8 @@ def smem_bytes(problem: Problem, config: PipelinedConfig) -> int:
 
 def launch(
     operands, problem: Problem, config: PipelinedConfig, *, num_sms: int, interpret=None
-) -> jax.Array:
-  """Returns the result [batch, m, n]; operands as `problem` stores them."""
+) -> calls.Results:
+  """Returns the results; operands as `problem` stores them."""
   del num_sms  # One CTA a tile, however many SMs there are.
   call = calls.make_call(
       operands, problem, config, stored_cols=config.tile_n, num_wgs=1,

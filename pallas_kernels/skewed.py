@@ -47,7 +47,6 @@ from pallas_kernels.problem import PersistentConfig, Problem
 
 ARRAYS = 8  # Rows of 16-bit elements that lie so many apart are aligned alike.
 _UNIT = 8  # Elements in 16 bytes.
-_MAX_BOX = 256  # Elements of a row that TMA copies.
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 Ref = Any
 
@@ -296,8 +295,9 @@ def check(problem: Problem, config: PersistentConfig) -> str | None:
         " product's"
     )
   tile = Skewed(rows, cols, config.tile_m, k_major, problem.dtype)
-  if tile.slot_shape[-1] > _MAX_BOX:
-    return f"tile_m={config.tile_m}: TMA copies {_MAX_BOX} elements of an m-major row"
+  if tile.slot_shape[-1] > tiles.TMA_BOX_LIMIT:
+    most = tiles.TMA_BOX_LIMIT
+    return f"tile_m={config.tile_m}: TMA copies {most} elements of an m-major row"
   if config.tile_k != TILE_K:
     return f"tile_k={config.tile_k}: misaligned='skewed' takes {TILE_K}"
   return None

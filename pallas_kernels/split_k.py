@@ -23,7 +23,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-import jax
 from jax import lax
 import jax.numpy as jnp
 
@@ -120,15 +119,15 @@ def _partial_sums(product: Problem, sums: int) -> Problem:
 
 def launch(
     operands, problem: Problem, config: SplitKConfig, *, num_sms: int, interpret=None
-) -> jax.Array:
-  """Returns the result [batch, m, n]; operands as `problem` stores them."""
+) -> calls.Results:
+  """Returns the results; operands as `problem` stores them."""
   return persistent.guarded(
       functools.partial(_launch, num_sms=num_sms, interpret=interpret),
       operands, problem, config, supports, emulated=interpret is not None,
   )
 
 
-def _launch(operands, *, problem, config, num_sms, interpret, split) -> jax.Array:
+def _launch(operands, *, problem, config, num_sms, interpret, split) -> calls.Results:
   if config.splits == config.cluster_k:
     return _multiply(operands, problem, config, num_sms, interpret, split)
   sums = _multiply(operands[:2], problem, config, num_sms, interpret, split)
@@ -138,7 +137,7 @@ def _launch(operands, *, problem, config, num_sms, interpret, split) -> jax.Arra
   )
 
 
-def _multiply(operands, problem, config, num_sms, interpret, split) -> jax.Array:
+def _multiply(operands, problem, config, num_sms, interpret, split) -> calls.Results:
   """Kernel 1: the result, or the sums of the clusters [batch * sums, m, n]."""
   exchange = make_exchange(config, emulated=interpret is not None)
   product = specialised.multiplied(problem, config)

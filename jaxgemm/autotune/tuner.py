@@ -18,8 +18,8 @@ from jaxgemm import plan as plans
 from jaxgemm.autotune import measure as gpu
 from jaxgemm.autotune import progress, timing
 from jaxgemm.autotune.measure import Choice, Job, Measure, Measurement
-from jaxgemm.contexts import current_target
-from jaxgemm.device import Device, current_device, portable, supported
+from jaxgemm.contexts import current_target, device_of
+from jaxgemm.device import Device, portable, supported
 from jaxgemm.recording import recorded
 from jaxgemm.table import FAILURES, Row
 from pallas_kernels.problem import Problem
@@ -138,15 +138,12 @@ def measuring_device(measure: Measure | None = None) -> Device:
     raise RuntimeError(_INSIDE_A_TRACE)
   _check_extra()
   target = current_target()
-  if measure is None:
-    if target is not None:
-      raise RuntimeError(
-          "jaxgemm.autotune measures on the GPU at hand, not on the"
-          f" {target} that jaxgemm.target or jaxgemm.emulate names: leave that context"
-      )
-    device = current_device()
-  else:
-    device = current_device() if target is None else target.device
+  if measure is None and target is not None:
+    raise RuntimeError(
+        "jaxgemm.autotune measures on the GPU at hand, not on the"
+        f" {target} that jaxgemm.target or jaxgemm.emulate names: leave that context"
+    )
+  device = device_of(target)
   if not (supported(device) or portable(device)):
     raise RuntimeError(
         "jaxgemm.autotune needs a GPU that the kernels serve, and JAX's default device"
