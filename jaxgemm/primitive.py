@@ -239,14 +239,14 @@ def gradient(ct, other, aval, index: int, product: Product, plus=None):
   stored = dims.rhs if index else dims.lhs
   sums_batch = bool(dims.b) and "b" not in stored
   out_sharding = explicit(aval.sharding)
-  if out_sharding is not None and sums_batch:
-    out_sharding = _with_batch(out_sharding, jax.typeof(ct).sharding.spec[: dims.b])
   if index:  # A sum over all rows.
     product = product.replace(batch_invariant=False)
-  if sums_batch and out_sharding is None:
+  if sums_batch:
     joined = _gradient_of_shared(ct, other, aval, index, product)
     if joined is not None:
       return joined
+    if out_sharding is not None:
+      out_sharding = _with_batch(out_sharding, jax.typeof(ct).sharding.spec[: dims.b])
   operands = (other, ct) if ct_is_rhs else (ct, other)
   out = _any_product(
       operands, grad_dims, "float32" if sums_batch else aval.dtype.name, out_sharding,
@@ -277,9 +277,12 @@ def _gradient_of_shared(ct, other, aval, index: int, product: Product):
       return None
   operands = (other, ct) if folding.exchanged else (ct, other)
   perms = folding.lhs_perm, folding.rhs_perm
+  out_sharding, axes = explicit(aval.sharding), dims.names(groups[2])
+  if out_sharding is not None:
+    out_sharding = permuted(out_sharding, axes, _transposed_names(axes, folding.c_perm))
   out = _any_product(
-      tuple(map(_transposed, operands, perms)), folding.dims, aval.dtype.name, None,
-      product, None,
+      tuple(map(_transposed, operands, perms)), folding.dims, aval.dtype.name,
+      out_sharding, product, None,
   )
   return _transposed(out, folding.out_perm)
 

@@ -306,6 +306,34 @@ def test_explicit_meshes_under_vmap(rng):
     assert reference.relative_error(ours, theirs) < 1e-6
 
 
+@pytest.mark.parametrize("emulated", [False, True])
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("size", [(8, 16), (8, 16, 4)], ids=str)
+def test_a_batch_that_shares_an_operand(size, axis_type, emulated, rng):
+  """Of vectors or matrices, over devices: one sum of the shared operand's gradient."""
+  mesh = _mesh(axis_type)
+  values = normal(rng, 24, 16), normal(rng, *size)
+  of = lambda matmul: lambda a, x: jax.vmap(matmul, (None, 0))(a, x)
+  grads = lambda matmul: jax.jit(jax.grad(_loss(of(matmul)), (0, 1)))
+  wanted = grads(jnp.matmul)(*values)
+  with jax.set_mesh(mesh):
+    specs = P(), P("x", *[None] * (len(size) - 1))
+    operands = [
+        jax.device_put(x, NamedSharding(mesh, spec))
+        for x, spec in zip(values, specs, strict=True)
+    ]
+    with jaxgemm.emulate() if emulated else contextlib.nullcontext():
+      run = grads(jaxgemm.matmul)
+      found = run(*operands)
+      text = run.lower(*operands).compile().as_text()
+  kinds = Counter(kind for kind, _ in collectives(text).elements())
+  assert kinds == {"all-reduce": 1}
+  for one, want, operand in zip(found, wanted, operands, strict=True):
+    assert reference.relative_error(one, want) < 1e-5
+    if axis_type == AxisType.Explicit:
+      assert jax.typeof(one) == jax.typeof(operand)
+
+
 # -- shard_map ---------------------------------------------------------------------
 
 
