@@ -268,7 +268,7 @@ def _gradient_of_shared(ct, other, aval, index: int, product: Product):
   groups = dims.out, dims.lhs if index else dims.rhs, dims.rhs if index else dims.lhs
   folding = fold(
       *(tuple(dims.names(each)) for each in groups), ct.shape, other.shape,
-      may_exchange=True,
+      may_exchange=product.may_exchange,
   )
   if are_known((*ct.shape, *other.shape)):
     products = math.prod(ct.shape[: dims.b]) * math.prod(aval.shape)

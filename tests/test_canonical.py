@@ -93,7 +93,7 @@ def test_columns(a_shape, b_shape, transposed, rng):
   turned = a.swapaxes(-1, -2) if transposed else a
   exact = np.asarray(turned).astype(np.float64) @ np.asarray(b).astype(np.float64)
   assert found.shape == exact.shape
-  assert reference.relative_error(found, exact) < 5e-3
+  assert reference.relative_error(found, exact) < 3.4e-3
 
 
 def test_columns_with_c_bias_and_gradients(rng):
@@ -107,11 +107,11 @@ def test_columns_with_c_bias_and_gradients(rng):
     grads = jax.grad(total, (0, 1))(a, b)
   wanted = 0.5 * exact + 2.0 * np.asarray(c, np.float64)
   assert reference.relative_error(found, wanted) < 1e-5
-  assert reference.relative_error(layer, np.maximum(exact + 1.0, 0.0)) < 5e-3
+  assert reference.relative_error(layer, np.maximum(exact + 1.0, 0.0)) < 3.4e-3
   ones = np.ones((64, 1))
   wanted = ones @ np.asarray(b, np.float64).T, np.asarray(a, np.float64).T @ ones
   for grad, one in zip(grads, wanted, strict=True):
-    assert grad.shape == one.shape and reference.relative_error(grad, one) < 5e-3
+    assert grad.shape == one.shape and reference.relative_error(grad, one) < 3.4e-3
 
 
 def test_a_config_is_of_the_dimensions_as_they_are():
@@ -156,4 +156,4 @@ def test_columns_on_the_chip(a_shape, b_shape, transposed, rng):
   a, b = normal(rng, *a_shape, dtype="bfloat16"), normal(rng, *b_shape, dtype="bfloat16")
   turned = a.swapaxes(-1, -2) if transposed else a
   exact = np.asarray(turned).astype(np.float64) @ np.asarray(b).astype(np.float64)
-  assert reference.relative_error(jax.jit(multiply)(a, b), exact) < 5e-3
+  assert reference.relative_error(jax.jit(multiply)(a, b), exact) < 3.4e-3

@@ -15,6 +15,7 @@ import jaxgemm
 from jaxgemm import api, forms, heuristics, lowering, precision, primitive, reference
 from jaxgemm.device import known_device
 from jaxgemm.dims import Dims
+from jaxgemm.recording import recording
 from pallas_kernels.problem import Epilogue
 from tests.kernel_cases import LAYOUTS, make_problem
 from tests.product_cases import equations, normal, products
@@ -68,7 +69,7 @@ def exact(name: str, shared, other) -> np.ndarray:
 @pytest.mark.parametrize(
     ("emulated", "dtype", "bound"),
     [(False, "float32", 1e-6),
-     pytest.param(True, "bfloat16", 5e-3, marks=pytest.mark.slow)],
+     pytest.param(True, "bfloat16", 3.4e-3, marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("name", SHARED)
 def test_products_and_gradients(name, emulated, dtype, bound, rng):
@@ -115,7 +116,7 @@ def test_merged(shared, layouts, monkeypatch, rng):
   truth = np.einsum(
       f"{dims.lhs},{dims.rhs}->bmn", *(np.asarray(x, np.float64) for x in (lhs, rhs))
   )
-  assert reference.relative_error(found, truth) < 5e-3
+  assert reference.relative_error(found, truth) < 3.4e-3
 
 
 def test_precisions_change_places_with_the_operands():
@@ -219,6 +220,19 @@ def test_explain_says_so(capsys):
   capsys.readouterr()
 
 
+def test_rows_of_a_batch_invariant_gradient_stay_rows():
+  """Those of a, which lie along its columns: the operands do not change places."""
+  a, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((48, 40), (3, 48, 8)))
+  multiply = functools.partial(jaxgemm.einsum, "km,bkn->bmn")
+  total = lambda a, w: jnp.sum(multiply(a, w).astype(jnp.float32))
+  for invariant, rows in ((True, 40), (False, 48)):
+    with jaxgemm.target("NVIDIA H200"), recording() as record:
+      with jaxgemm.batch_invariant(invariant):
+        jax.jit(jax.grad(total)).trace(a, w).lower(lowering_platforms=("cuda",))
+    (problem,) = (plan.problem for plan in record.plans if plan.problem.k == 24)
+    assert problem.m == rows
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", SHARED)
 def test_on_the_chip(name, rng):
@@ -226,4 +240,4 @@ def test_on_the_chip(name, rng):
   shapes = [tuple(16 * size if size > 8 else size for size in shape) for shape in shapes]
   shared, other = (normal(rng, *shape, dtype="bfloat16") for shape in shapes)
   found = jax.jit(multiply)(shared, other)
-  assert reference.relative_error(found, exact(name, shared, other)) < 5e-3
+  assert reference.relative_error(found, exact(name, shared, other)) < 3.4e-3

@@ -371,7 +371,7 @@ def test_vmap_is_one_product(kind, rng):
   w, of_w = quantised(w, BLOCKS[kind][1])
   run = lambda x, s: jaxgemm.scaled_matmul(x, w, s, of_w)
   found = jax.vmap(run)(x, of_x)
-  assert reference.relative_error(found, exact(x, of_x) @ exact(w, of_w)) < 5e-3
+  assert reference.relative_error(found, exact(x, of_x) @ exact(w, of_w)) < 3.4e-3
   with jaxgemm.target("NVIDIA H200"), recording() as record:
     jax.jit(jax.vmap(run)).trace(x, of_x).lower(lowering_platforms=("cuda",))
   ((plan, count),) = record.plans.items()
@@ -435,4 +435,4 @@ def test_blocks_are_not_cut(rng):
     ]
     with jaxgemm.emulate():
       found = jax.jit(jaxgemm.scaled_matmul)(*operands)
-    assert reference.relative_error(found, exact(x, of_x) @ exact(w, of_w)) < 5e-3
+    assert reference.relative_error(found, exact(x, of_x) @ exact(w, of_w)) < 3.4e-3
