@@ -19,10 +19,11 @@ from absl import app, flags
 import jax
 
 from experiments import cli, two_ways
-from experiments.two_ways import PASSES, Case, Run, Values
+from experiments.two_ways import Case, Run, Values
 import jaxgemm
 
 flags.adopt_module_key_flags(cli)
+flags.declare_key_flag(two_ways.PASSES.name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,16 +66,12 @@ _SIZES = ("8192,4096,14336", "8192,14336,4096", "4096,4096,14336", "2048,4096,14
 _SMALL = ("64,32,48",)
 
 _KINDS = flags.DEFINE_list("kinds", list(LAYERS), "Layers; see experiments/layers.py.")
-_PASSES = flags.DEFINE_list(
-    "passes", list(PASSES), "forward, or both: the result and all gradients."
-)
 _SIZE = flags.DEFINE_multi_string(
     "sizes", [], "TOKENS,K,N: x is [TOKENS, K] and w [K, N]; may be repeated."
 )
-for _flag, _allowed in ((_KINDS, tuple(LAYERS)), (_PASSES, PASSES)):
-  flags.register_validator(
-      _flag.name, cli.member_check(_allowed), f"must be among {', '.join(_allowed)}"
-  )
+flags.register_validator(
+    _KINDS.name, cli.member_check(tuple(LAYERS)), f"must be among {', '.join(LAYERS)}"
+)
 
 
 def draw(
@@ -116,7 +113,7 @@ def main(argv: Sequence[str]) -> None:
           functools.partial(draw, LAYERS[name], size), LAYERS[name].theirs,
           LAYERS[name].ours,
       )
-      for name in _KINDS.value for size in sizes for direction in _PASSES.value
+      for name in _KINDS.value for size in sizes for direction in two_ways.PASSES.value
   ]
   rows = two_ways.run(cases, platform, "layers")
   print(two_ways.mean_ratios(rows, lambda row: f"{row.name.split()[0]} {row.direction}"))

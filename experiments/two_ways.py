@@ -13,6 +13,7 @@ import statistics
 from typing import Any
 import zlib
 
+from absl import flags
 import jax
 import jax.numpy as jnp
 import tabulate
@@ -21,7 +22,13 @@ from experiments import cli, common_flags, report, timing
 
 Values = dict[str, jax.Array]
 Run = Callable[[Values], jax.Array]
-PASSES = ("forward", "both")
+DIRECTIONS = ("forward", "both")
+PASSES = flags.DEFINE_list(
+    "passes", list(DIRECTIONS), "forward, or both: the result and all gradients."
+)
+flags.register_validator(
+    PASSES.name, cli.member_check(DIRECTIONS), "must be among forward, both"
+)
 ERROR_FACTOR = 2.0  # Of ours over XLA's.
 _UNKNOWN_L2_BYTES = 64 << 20
 _PROFILED_CALLS = 5  # Of each way, kernel by kernel.

@@ -41,6 +41,7 @@ from jaxgemm.dims import (
 from jaxgemm.fused import bind
 from jaxgemm.lowering import local_plan, permuted, planned
 from jaxgemm.product import Product
+from jaxgemm.stored import as_stored
 from pallas_kernels import compat
 from pallas_kernels.problem import OUT_DTYPES, Config
 
@@ -337,9 +338,14 @@ def contract(
 
   `others` are the operands behind lhs and rhs. Those of a fused product need be foldable.
   """
-  out_axes = axes[2]
+  lhs_axes, rhs_axes, out_axes = axes
+  num_more = product.num_rhs - 1
+  (lhs,), lhs_axes = as_stored([lhs], lhs_axes)
+  (rhs, *more), rhs_axes = as_stored([rhs, *others[:num_more]], rhs_axes)
+  others = [*more, *others[num_more:]]
   folding = fold(
-      *axes, lhs.shape, rhs.shape, may_exchange=product.may_exchange
+      lhs_axes, rhs_axes, out_axes, lhs.shape, rhs.shape,
+      may_exchange=product.may_exchange,
   )
   if folding.exchanged:
     lhs, rhs, product = rhs, lhs, product.exchanged

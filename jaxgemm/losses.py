@@ -30,6 +30,7 @@ from jaxgemm.checkpoint_policies import name_product
 from jaxgemm.contexts import Target, current_target
 from jaxgemm.dims import are_known
 from jaxgemm.layers import as_bias, columns, linear, scaled
+from jaxgemm.stored import as_stored
 from pallas_kernels import compat
 from pallas_kernels import losses as kernel
 from pallas_kernels.problem import Config
@@ -72,6 +73,8 @@ def linear_cross_entropy(
   if labels.dtype.itemsize < 4:  # Where n may not fit.
     labels = lax.convert_element_type(labels, jnp.int32)
   n = columns(name, x, "w", w, transposed)
+  (w,), (first, _) = as_stored([w], ("n", "k") if transposed else ("k", "n"))
+  transposed = first == "n"
   axis = 0 if transposed else 1
   x, scale = scaled(name, x, scale)
   if bias is not None:

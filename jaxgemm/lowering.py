@@ -35,15 +35,18 @@ def xla_product(product: Product, *operands, cuda: bool):
   # XLA rounds to the operands' dtype or to float32 (int32) by itself; any other result,
   # and an epilogue, starts from float32. A layer's starts from the result's dtype, as
   # layers do without us: float32 arrays between XLA's kernels would take twice the time.
-  dtypes = (lhs.dtype, jnp.int32 if lhs.dtype == jnp.int8 else jnp.float32)
+  wide = jnp.float32
+  dtypes = (lhs.dtype, jnp.int32 if lhs.dtype == jnp.int8 else wide)
   plain = product.alpha == 1.0 and c is None and not product.is_fused
   narrow = (plain or product.is_fused) and out_dtype in dtypes
 
   def multiply(rhs):
+    if _is_inner(product, lhs, rhs):
+      return _inner_products(product, lhs, rhs).astype(out_dtype if narrow else wide)
     out = lax.dot_general(
         lhs, rhs, dims.dimension_numbers,
         precision=(for_xla if cuda else _portable)(product.precision),
-        preferred_element_type=out_dtype if narrow else jnp.float32,
+        preferred_element_type=out_dtype if narrow else wide,
         out_sharding=lax_out_sharding(product),
     )
     if dims.lax_out != dims.out:
@@ -55,6 +58,30 @@ def xla_product(product: Product, *operands, cuda: bool):
   if plain and narrow:
     return products[0]
   return epilogue(product, products, c, biases, entering)
+
+
+def _is_inner(product: Product, lhs, rhs) -> bool:
+  """Whether each product of a batch is of one row and one column."""
+  sizes = product.dims.sizes(lhs.shape, rhs.shape)
+  return {*sizes["m"], *sizes["n"]} <= {1} and lax_out_sharding(product) is None
+
+
+def _inner_products(product: Product, lhs, rhs) -> jax.Array:
+  """Sums of products in float32, or int32: a reduction, one kernel of XLA's.
+
+  It makes one of its dot, too, but rounds each product of 16 bits (4M normal elements:
+  an error of 1.6e-2, by bfloat16's rounding of the sum 1.7e-3).
+  """
+  dims, wide = product.dims, jnp.int32 if lhs.dtype == jnp.int8 else jnp.float32
+  sizes = dims.sizes(lhs.shape, rhs.shape)
+
+  def of_k(x, groups: str):
+    batch = sizes["b"] if "b" in groups else (1,) * dims.b
+    return lax.reshape(x, (*batch, *sizes["k"])).astype(wide)
+
+  found = of_k(lhs, dims.lhs) * of_k(rhs, dims.rhs)
+  axes = tuple(range(dims.b, found.ndim))
+  return lax.reshape(jnp.sum(found, axes), dims.out_shape(lhs.shape, rhs.shape))
 
 
 def halves(x, axis: int) -> list[jax.Array]:

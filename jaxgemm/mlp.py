@@ -21,6 +21,7 @@ from jaxgemm.dims import fold
 from jaxgemm.fused import apart, bind, differentiated
 from jaxgemm.layers import Layer, gated_linear, layer_axes, linear, make_layer
 from jaxgemm.product import Product
+from jaxgemm.stored import as_stored
 from pallas_kernels import compat
 from pallas_kernels.problem import Activation
 
@@ -128,19 +129,21 @@ def _together(
   down = layer(hidden, {"w_down": w_down}, {"bias_down": bias_down}, None, residual)
   if up.by_xla or down.by_xla or down.x.dtype != hidden.dtype:
     return otherwise()
-  products = tuple(_with_dims(one, transposed) for one in (up, down))
-  operands = compat.vary_alike(
+  up, up_product = _with_dims(up, transposed)
+  down, down_product = _with_dims(down, transposed)
+  operands = tuple(compat.vary_alike(
       up.x, *up.factors, *up.biases, *down.factors, *down.elements, *down.biases
-  )
+  ))
   count = 1 + len(up.factors) + len(up.biases)
-  return _both(products, tuple(operands[:count]), tuple(operands[count:]))
+  return _both((up_product, down_product), operands[:count], operands[count:])
 
 
-def _with_dims(layer: Layer, transposed: bool) -> Product:
-  axes = layer_axes(len(layer.shape), transposed)
-  return layer.product.replace(
-      dims=fold(*axes, layer.x.shape, layer.factors[0].shape).dims
-  )
+def _with_dims(layer: Layer, transposed: bool) -> tuple[Layer, Product]:
+  """The layer, its weights as they are stored, and its product."""
+  lhs, rhs, out = layer_axes(len(layer.shape), transposed)
+  factors, rhs = as_stored(layer.factors, rhs)
+  dims = fold(lhs, rhs, out, layer.x.shape, factors[0].shape).dims
+  return layer._replace(factors=factors), layer.product.replace(dims=dims)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

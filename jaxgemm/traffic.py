@@ -59,8 +59,8 @@ def crooked(num_bytes: int, model: Model) -> float:
 def supply(work: Work, model: Model) -> float:
   """Time to bring what one step multiplies into shared memory."""
   problem, config = work.problem, work.config
-  rows = config.tile_m  # Those beyond the last are not loaded, if lhs is k-major.
-  if problem.lhs_layout == "k-major" or work.lhs_way == "runs":
+  rows = config.tile_m  # A producer loads none beyond the last, if lhs is k-major.
+  if work.has_roles and problem.lhs_layout == "k-major" or work.lhs_way == "runs":
     rows = min(rows, problem.m)
   cols = tiles.round_up(config.tile_n, tiles.rhs_block(problem))
   share_rhs, share_lhs = work.multicast
@@ -112,6 +112,11 @@ def memory(work: Work, device: Device, model: Model) -> float:
   lhs_cost, rhs_cost = row_costs(work, model, model.crooked_memory)
   lhs_bytes *= lhs_cost * work.weights[0]
   rhs_bytes *= rhs_cost * work.weights[1]
+  problem, config = work.problem, work.config
+  if problem.lhs_layout == "k-major":
+    lhs_bytes *= _many_rows(min(config.tile_m, problem.m), model)
+  if problem.rhs_layout == "k-major":
+    rhs_bytes *= _many_rows(min(config.tile_n, problem.n), model)
   if work.tiles_n > 1:
     lhs_bytes *= 1 + model.reread
   if work.tiles_m > 1:
@@ -120,6 +125,11 @@ def memory(work: Work, device: Device, model: Model) -> float:
   moved = lhs_bytes + rhs_bytes + other_bytes
   time = moved / (device.bandwidth_tbps * 1e6 * model.memory)
   return time * (1 + model.apart * (1 - 1 / work.splits))
+
+
+def _many_rows(rows: int, model: Model) -> float:
+  """What the memory takes longer for rows that each CTA asks for at once, far apart."""
+  return 1 + model.many_rows * max(math.log2(rows / 64), 0.0)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -26,7 +26,9 @@ def estimate(problem: Problem, device: Device) -> tuple[float, str] | None:
   bytes_per_us = device.bandwidth_tbps * 1e6
   busy = problem.flops / (device.tflops(problem.dtype) * 1e6)
   memory = problem.num_bytes / bytes_per_us
-  if problem.algorithm == "bf16_x3":
+  if problem.m == problem.n == 1:
+    found = 2.0 + 1.1 * memory, "sums of products, element by element"
+  elif problem.algorithm == "bf16_x3":
     time = min(busy, 35.0) + soft_max(busy / 0.5, memory / 0.8)
     found = 4.0 + time, "its own three products"
   elif parts.is_split(problem):
@@ -55,7 +57,7 @@ def _as_exact_as_float32(
   """cuBLAS, whose tiles have 128 x 128 elements, and makes no pass over operands."""
   if min(problem.m, problem.n) == 1:
     matrix = problem.rhs_layout if problem.m == 1 else problem.lhs_layout
-    if matrix == "k-major" or problem.m == problem.n:
+    if matrix == "k-major":
       return 2.0 + 1.05 * memory, "one row or column, as fast as the memory"
     return _down_columns(problem, memory), "one row or column, sums down columns"
   rows, cols = (
@@ -132,6 +134,8 @@ def _sixteen_bits(
       return None
     return 1.1 * (2.2 + 0.45 * math.log2(problem.k / 1024)), "few results of a long k"
   time = 1.1 * (3.6 + max(0.004 * problem.k, busy / 0.12, memory / 0.5))
-  if min(problem.m, problem.n) == 1:
+  if min(problem.m, problem.n) == 1 and problem.k % 8:  # It pads k, in a pass.
+    time = min(time, 0.5 + 3.0 * memory)
+  elif min(problem.m, problem.n) == 1:
     time = min(time, 1.2 * _down_columns(problem, memory))
   return time, _NO_PASS

@@ -19,7 +19,10 @@ from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src import sharding_impls as _sharding_impls
+from jax._src.interpreters import ad as _ad
+from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
+from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lax import lax as _lax
 from jax._src.pallas.mosaic_gpu import core as _gpu_core
 from jax._src.pallas.mosaic_gpu import lowering as _lowering
@@ -226,6 +229,41 @@ def lowering_mesh(ctx) -> tuple[int, Any, bool]:
 def is_exported(ctx) -> bool:
   """Whether a lowering rule's module leaves this process: jax.export's."""
   return ctx.module_context.lowering_parameters.for_export
+
+
+# -- What is being traced ----------------------------------------------------------
+
+
+def transposition(x) -> tuple[int, ...] | None:
+  """How lax.transpose made x: its permutation, or None if x comes from elsewhere.
+
+  Conversions behind it or in front of it, of each element, count for nothing. Only what
+  is being traced says where it comes from, and only within one jit.
+  """
+  perm = tuple(range(np.ndim(x)))
+  found = _permutation(x)
+  return None if found in (None, perm) else found
+
+
+def _permutation(x) -> tuple[int, ...] | None:
+  if isinstance(x, (_ad.JVPTracer, _ad.LinearizeTracer)):
+    return _permutation(x.primal)
+  if isinstance(x, _batching.BatchTracer):
+    perm, axis = _permutation(x.val), x.batch_dim
+    if perm is None or not isinstance(axis, int):
+      return perm
+    stored = perm[axis]  # The mapped axis, in the array that was transposed.
+    return tuple(i - (i > stored) for i in perm if i != stored)
+  equation = getattr(x, "parent", None)
+  if not isinstance(x, _partial_eval.DynamicJaxprTracer) or equation is None:
+    return None
+  if equation.primitive is _lax.convert_element_type_p:
+    return _permutation(equation.in_tracers[0])
+  if equation.primitive is not _lax.transpose_p:
+    return None
+  perm = tuple(equation.params["permutation"])
+  before = _permutation(equation.in_tracers[0])
+  return perm if before is None else tuple(before[i] for i in perm)
 
 
 # -- Lowered modules ---------------------------------------------------------------

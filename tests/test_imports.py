@@ -22,7 +22,7 @@ LAYERS = (
     ("cost_model", "tile_shapes", "ring_slots"),
     ("xla_times",),
     ("contexts", "table", "heuristics", "dims", "precision", "reference", "quantisation"),
-    ("triton_heuristics", "user_table", "invariance", "recording"),
+    ("triton_heuristics", "user_table", "invariance", "recording", "stored"),
     ("plan", "product", "checkpoint_policies", "forms"),
     ("launch", "explaining"),
     ("lowering",),
