@@ -24,6 +24,7 @@ import jaxgemm
 
 flags.adopt_module_key_flags(cli)
 flags.declare_key_flag(two_ways.PASSES.name)
+flags.declare_key_flag(two_ways.ACCELERATE.name)
 
 
 @dataclasses.dataclass(frozen=True)

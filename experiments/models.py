@@ -21,6 +21,7 @@ from absl import app, flags
 from experiments import blocks, cli, two_ways
 
 flags.adopt_module_key_flags(cli)
+flags.declare_key_flag(two_ways.ACCELERATE.name)
 
 BLOCKS = {
     "llama": lambda: blocks.llama(4, 2048),

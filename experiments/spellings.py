@@ -28,6 +28,7 @@ import jaxgemm
 
 flags.adopt_module_key_flags(cli)
 flags.declare_key_flag(two_ways.PASSES.name)
+flags.declare_key_flag(two_ways.ACCELERATE.name)
 
 type Library = types.ModuleType  # jnp or jaxgemm: both have matmul and einsum.
 type Shapes = tuple[tuple[int, ...], tuple[int, ...]]

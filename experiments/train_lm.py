@@ -99,8 +99,11 @@ _VOCABULARY = flags.DEFINE_integer(
     "Columns of the output layer; those beyond the 256 bytes occur in no text.",
     lower_bound=256,
 )
-_IMPLEMENTATION = flags.DEFINE_enum(
-    "implementation", "both", ["xla", "jaxgemm", "both"], "Whose products to train on."
+_ACCELERATED = "accelerated"
+_IMPLEMENTATION = flags.DEFINE_multi_enum(
+    "implementation", ["xla", "jaxgemm"], ["xla", "jaxgemm", _ACCELERATED],
+    "Whose products to train on, in turns; may be repeated. The last is the step of the"
+    " first under jaxgemm.accelerate.",
 )
 
 _MODEL = flags.DEFINE_enum(
@@ -111,6 +114,7 @@ _MODEL = flags.DEFINE_enum(
 DOT_GENERALS: dict[str, transformer.DotGeneral] = {
     "xla": jax.lax.dot_general,
     "jaxgemm": jaxgemm.dot_general,
+    _ACCELERATED: jax.lax.dot_general,
 }
 MAX_DIFFERENCE = 0.01
 _FINAL_STEPS = 10  # A single step's loss depends on its batch more than on the run.
@@ -202,6 +206,8 @@ class Trainee:
     )
     tokens = jax.ShapeDtypeStruct((training.batch, config.sequence + 1), np.int32)
     start = time.perf_counter()
+    if implementation == _ACCELERATED:
+      update = jaxgemm.accelerate(update)
     step = jax.jit(update, donate_argnums=0).lower(self._state, tokens).compile()
     self._compile_s = time.perf_counter() - start
     self._step = step
@@ -258,7 +264,7 @@ def _model(name: str) -> tuple[types.ModuleType, Mapping[str, Any]]:
   if name == "plain":
     return transformer, DOT_GENERALS
   if name == "gpt2":
-    return gpt2, blocks.LAYERS
+    return gpt2, {**blocks.LAYERS, _ACCELERATED: blocks.LAYERS["xla"]}
   # Needs Flax.
   return importlib.import_module("experiments.transformer_nnx"), DOT_GENERALS
 
@@ -328,8 +334,8 @@ def failures(runs: Sequence[Run], on_hopper: bool) -> list[str]:
   if difference is not None and not difference <= MAX_DIFFERENCE:
     found.append(f"the final losses differ by {difference:.2%}")
   for run in runs:
-    if on_hopper and run.implementation == "jaxgemm" and not run.gemms.num_jaxgemm:
-      found.append("jaxgemm: none of its kernels is in the compiled step")
+    if on_hopper and run.implementation != "xla" and not run.gemms.num_jaxgemm:
+      found.append(f"{run.implementation}: no kernel of ours is in the compiled step")
   return found
 
 
@@ -391,10 +397,8 @@ def main(argv: Sequence[str]) -> None:
       model=_MODEL.value,
   )
   device = jax.devices()[0].device_kind
-  implementations = (
-      list(DOT_GENERALS) if _IMPLEMENTATION.value == "both" else [_IMPLEMENTATION.value]
-  )
-  if not on_hopper and "jaxgemm" in implementations:
+  implementations = list(dict.fromkeys(_IMPLEMENTATION.value))
+  if not on_hopper and implementations != ["xla"]:
     print(
         f"No Hopper GPU ({device}): jaxgemm lowers to XLA's dot here. This run checks"
         " the model and jaxgemm's derivatives, not its kernels."
@@ -445,9 +449,13 @@ def main(argv: Sequence[str]) -> None:
         f" {run.compile_s:.1f} s\n"
         f"  GEMM kernels in the step: {run.gemms}"
     )
-  for what, field in (("a step", "step_ms"), ("its kernels", "kernel_ms")):
-    if (value := ratio(runs, field)) is not None:
-      print(f"XLA's time over jaxgemm's, {what}: {value:.3f}")
+  for run in runs[1:]:
+    for what, field in (("a step", "step_ms"), ("its kernels", "kernel_ms")):
+      if (value := ratio([runs[0], run], field)) is not None:
+        print(
+            f"{runs[0].implementation}'s time over {run.implementation}'s, {what}:"
+            f" {value:.3f}"
+        )
   if difference is not None:
     print(f"final losses differ by {difference:.3%} (at most {MAX_DIFFERENCE:.0%})")
   print(f"{path}, {path.with_suffix('.png')}")

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import tabulate
 
 from experiments import cli, common_flags, report, timing
+import jaxgemm
 
 Values = dict[str, jax.Array]
 Run = Callable[[Values], jax.Array]
@@ -28,6 +29,10 @@ PASSES = flags.DEFINE_list(
 )
 flags.register_validator(
     PASSES.name, cli.member_check(DIRECTIONS), "must be among forward, both"
+)
+ACCELERATE = flags.DEFINE_boolean(
+    "accelerate", False, "Whether ours is theirs as jaxgemm.accelerate rewrites it,"
+    " gradients included, and not as it is written with our functions.",
 )
 ERROR_FACTOR = 2.0  # Of ours over XLA's.
 _UNKNOWN_L2_BYTES = 64 << 20
@@ -130,10 +135,15 @@ def measure(
   """Returns the row of one case: the gate first, then the times."""
   seed = zlib.crc32(f"{common_flags.SEED.value} {case.name}".encode())
   values = case.draw(seed)
+  theirs, ours = (
+      functools.partial(computed, run, case.direction)
+      for run in (case.theirs, case.ours)
+  )
+  if ACCELERATE.value:
+    ours = jaxgemm.accelerate(theirs)
   programs = {
-      which: jax.jit(functools.partial(computed, run, case.direction))
-      .lower(values).compile()
-      for which, run in (("xla", case.theirs), ("jaxgemm", case.ours))
+      which: jax.jit(run).lower(values).compile()
+      for which, run in (("xla", theirs), ("jaxgemm", ours))
   }
   with jax.enable_x64(True):
     wide = {key: x.astype("float64") for key, x in values.items()}

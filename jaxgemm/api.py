@@ -338,15 +338,21 @@ def contract(
 
   `others` are the operands behind lhs and rhs. Those of a fused product need be foldable.
   """
-  lhs_axes, rhs_axes, out_axes = axes
-  num_more = product.num_rhs - 1
-  (lhs,), lhs_axes = as_stored([lhs], lhs_axes)
-  (rhs, *more), rhs_axes = as_stored([rhs, *others[:num_more]], rhs_axes)
-  others = [*more, *others[num_more:]]
+  out_axes, num_more = axes[2], product.num_rhs - 1
+  factors = [rhs, *others[:num_more]]
+  (stored_lhs,), lhs_axes = as_stored([lhs], axes[0])
+  stored_factors, rhs_axes = as_stored(factors, axes[1])
   folding = fold(
-      lhs_axes, rhs_axes, out_axes, lhs.shape, rhs.shape,
+      lhs_axes, rhs_axes, out_axes, stored_lhs.shape, stored_factors[0].shape,
       may_exchange=product.may_exchange,
   )
+  # What lies along columns does not move with them, nor does another rhs.
+  if product.is_fused and (folding.rhs_perm or folding.out_perm):
+    folding = fold(*axes, lhs.shape, rhs.shape)
+  else:
+    lhs, factors = stored_lhs, stored_factors
+  rhs, *more = factors
+  others = [*more, *others[num_more:]]
   if folding.exchanged:
     lhs, rhs, product = rhs, lhs, product.exchanged
   out_sharding = compat.canonicalize_out_sharding(out_sharding, name)

@@ -19,6 +19,7 @@ from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src import sharding_impls as _sharding_impls
+from jax._src import source_info_util as _source_info
 from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
@@ -264,6 +265,17 @@ def _permutation(x) -> tuple[int, ...] | None:
   perm = tuple(equation.params["permutation"])
   before = _permutation(equation.in_tracers[0])
   return perm if before is None else tuple(before[i] for i in perm)
+
+
+def rebind(equation, params: dict[str, Any], *values) -> list:
+  """The results of an equation of a jaxpr, computed or traced anew with these params."""
+  source = equation.source_info
+  name_stack = _source_info.current_name_stack() + source.name_stack
+  with _source_info.user_context(source.traceback, name_stack=name_stack):
+    with equation.ctx.manager:
+      primitive = equation.primitive
+      found = primitive.bind(*values, **primitive.get_bind_params(params))
+  return list(found) if primitive.multiple_results else [found]
 
 
 # -- Lowered modules ---------------------------------------------------------------

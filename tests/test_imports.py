@@ -34,7 +34,7 @@ LAYERS = (
     ("fused",),
     ("api", "autotune"),
     ("scaled", "layers", "einsums"),
-    ("losses", "mlp"),
+    ("losses", "mlp", "rewriting"),
     ("__init__",),
 )
 KERNEL_IMPORTERS = {
