@@ -338,6 +338,8 @@ def contract(
 
   `others` are the operands behind lhs and rhs. Those of a fused product need be foldable.
   """
+  if product.implementation is None and product.num_rhs == 1:
+    product = product.replace(converted=tuple(map(_source_itemsize, (lhs, rhs))))
   out_axes, num_more = axes[2], product.num_rhs - 1
   factors = [rhs, *others[:num_more]]
   (stored_lhs,), lhs_axes = as_stored([lhs], axes[0])
@@ -370,6 +372,12 @@ def contract(
     local_plan(product, *operands)  # Raises here, where the user's call is.
   out = bind(*operands, product=product)
   return _transposed(out[0] if product.is_fused else out, folding.out_perm)
+
+
+def _source_itemsize(x) -> int:
+  """Bytes an element of the argument that x is a conversion of, or 0."""
+  dtype = compat.converted_from(x)
+  return 0 if dtype is None else dtype.itemsize
 
 
 def _transposed(x, perm: Shape | None):

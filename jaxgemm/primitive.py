@@ -320,7 +320,7 @@ def _any_product(
     return out if plus is None else ad.add_jaxvals(plus, out)
   found = product.replace(
       dims=dims, out_dtype=out_dtype, algorithm=algorithm, config=None,
-      must_serve=False, beta=0.0, out_sharding=out_sharding,
+      must_serve=False, beta=0.0, out_sharding=out_sharding, converted=(0, 0),
   )
   if plus is None:
     return gemm_p.bind(*operands, product=found)

@@ -65,6 +65,8 @@ class Product:
     must_serve: whether the named implementation must serve or is only preferred, as
       for a gradient, whose problem the user did not choose it for.
     batch_invariant: whether a row's result must not depend on other rows.
+    converted: bytes an element of the arguments that lhs and rhs are, converted just
+      before; 0 for what is none.
     beside_collectives: whether those of other devices may run at the same time.
     target: the device to plan for; None for the device that runs it.
     out_sharding: sharding of the result on an explicit mesh, or None.
@@ -87,6 +89,7 @@ class Product:
   config: Config | None = None
   must_serve: bool = True
   batch_invariant: bool = False
+  converted: tuple[int, int] = (0, 0)
   beside_collectives: bool = False
   target: Target | None = None
   out_sharding: Any = None
@@ -136,14 +139,16 @@ class Product:
   @property
   def exchanged(self) -> Product:
     """The same for operands that have changed places; its dims are still to be set."""
-    return self.replace(precision=precisions.exchanged(self.precision))
+    return self.replace(
+        precision=precisions.exchanged(self.precision), converted=self.converted[::-1]
+    )
 
   @property
   def linear(self) -> Product:
     """alpha * lhs @ rhs alone."""
     return self.replace(
         beta=0.0, has_bias=False, activation=NONE, saves=False, gated=False,
-        packed=False, slopes=0, recomputes=False,
+        packed=False, slopes=0, recomputes=False, converted=(0, 0),
     )
 
   @property

@@ -246,6 +246,38 @@ def transposition(x) -> tuple[int, ...] | None:
   return None if found in (None, perm) else found
 
 
+def converted_from(x) -> np.dtype | None:
+  """The dtype of an argument that x is, converted; None if x is none, or of its dtype.
+
+  Transposed and multiplied by factors it may be, too. An argument, as of what has been
+  computed the last kernel does the conversion.
+  """
+  source = x
+  while (before := _before(source)) is not None:
+    equation = before.parent
+    if equation is None:
+      return None if before.dtype == x.dtype else before.dtype
+    name = equation.primitive.name
+    if name not in ("convert_element_type", "transpose", "mul"):
+      return None
+    source = next(
+        y for y in equation.in_tracers
+        if name != "mul" or y.aval.shape == before.aval.shape
+    )
+  return None
+
+
+def _before(x):
+  """What jit traces of x, behind the tracers of derivatives and of vmap; or None."""
+  while True:
+    if isinstance(x, (_ad.JVPTracer, _ad.LinearizeTracer)):
+      x = x.primal
+    elif isinstance(x, _batching.BatchTracer):
+      x = x.val
+    else:
+      return x if isinstance(x, _partial_eval.DynamicJaxprTracer) else None
+
+
 def _permutation(x) -> tuple[int, ...] | None:
   if isinstance(x, (_ad.JVPTracer, _ad.LinearizeTracer)):
     return _permutation(x.primal)
