@@ -81,12 +81,14 @@ class _Chain:
   Attributes:
     last: the index of the equation that ends it, whose result is the chain's.
     product, axes: what it is a product of, and the labels of the axes.
+    exchanged: whether the operands change places, as the result is transposed.
     bias, term: what is added, each a variable, of which any may be absent.
   """
 
   last: int
   product: Product
   axes: tuple[Axes, Axes, Axes]
+  exchanged: bool = False
   bias: Var | None = None
   term: Var | None = None
 
@@ -239,6 +241,8 @@ def _longer(
   if product.out_dtype not in _FLOATS or out.aval.weak_type:
     return None
   name, result = equation.primitive.name, equation.outvars[0].aval
+  if name == "transpose":
+    return _transposed(chain, index, equation.params["permutation"])
   if result.shape != out.aval.shape or result.dtype.name not in _FLOATS:
     return None
   product = product.replace(out_dtype=result.dtype.name)
@@ -267,6 +271,19 @@ def _longer(
       return changed(product=product.replace(beta=1.0), term=other)
     return None
   return None
+
+
+def _transposed(chain: _Chain, index: int, perm: tuple[int, ...]) -> _Chain | None:
+  """The chain whose result lies in another way, as gradients of weights do."""
+  product, (lhs, rhs, out) = chain.product, chain.axes
+  if product.has_bias or product.activation != NONE or chain.term is not None:
+    return None
+  out, exchanged = tuple(out[i] for i in perm), chain.exchanged
+  if out and out[0] in rhs and out[0] not in lhs:  # Columns first: they are rows.
+    lhs, rhs, product, exchanged = rhs, lhs, product.exchanged, not exchanged
+  return dataclasses.replace(
+      chain, last=index, product=product, axes=(lhs, rhs, out), exchanged=exchanged
+  )
 
 
 def _activated(
@@ -405,6 +422,8 @@ def _same(wanted: JaxprEqn, equation: JaxprEqn, inputs: Sequence[Var | Literal])
 
 def _computed(equation: JaxprEqn, chain: _Chain, aval, read) -> jax.Array:
   lhs, rhs = map(read, equation.invars)
+  if chain.exchanged:
+    lhs, rhs = rhs, lhs
   others = []
   if chain.term is not None:
     others.append(read(chain.term))

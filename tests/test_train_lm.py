@@ -12,6 +12,7 @@ from product_cases import count_primitives
 import pytest
 
 from experiments import blocks, corpus, gpt2, kernel_count, train_lm, transformer
+import jaxgemm
 from jaxgemm.autotune import profile
 
 TINY = transformer.Config(layers=1, width=16, heads=2, vocabulary=256, sequence=16)
@@ -32,8 +33,9 @@ def test_training_lowers_the_loss_alike(runs):
     assert len(one.losses) == 3
     assert one.losses[0] == pytest.approx(math.log(256), rel=0.02)
     assert one.losses[2] < one.losses[0] - 0.1
-  xla, ours = runs
-  np.testing.assert_allclose(ours.losses, xla.losses, rtol=1e-3)
+  xla, *others = runs
+  for ours in others:
+    np.testing.assert_allclose(ours.losses, xla.losses, rtol=1e-3)
   assert train_lm.failures(runs, on_hopper=False) == []
 
 
@@ -76,7 +78,7 @@ def test_training_times_kernels(monkeypatch):
 def test_ratio_of_runs(runs):
   timed = [
       dataclasses.replace(one, step_ms=ms)
-      for one, ms in zip(runs, (3.0, 2.0), strict=True)
+      for one, ms in zip(runs[:2], (3.0, 2.0), strict=True)
   ]
   assert train_lm.ratio(timed, "step_ms") == 1.5
   assert train_lm.ratio(timed[:1], "step_ms") is None
@@ -84,7 +86,7 @@ def test_ratio_of_runs(runs):
 
 
 def test_training_fails_loudly(runs):
-  xla, ours = runs
+  xla, ours, accelerated = runs
   lost = dataclasses.replace(ours, losses=[1.0, math.nan, 1.0])
   found = train_lm.failures([xla, lost], on_hopper=False)
   assert "jaxgemm: a loss is not finite" in found and "differ" in found[1]
@@ -95,7 +97,9 @@ def test_training_fails_loudly(runs):
   ]
   idle = dataclasses.replace(ours, gemms=kernel_count.GemmCount({}, {"dot": 1}))
   found = train_lm.failures([xla, idle], on_hopper=True)
-  assert found == ["jaxgemm: none of its kernels is in the compiled step"]
+  assert found == ["jaxgemm: no kernel of ours is in the compiled step"]
+  found = train_lm.failures([xla, accelerated], on_hopper=True)
+  assert found == ["accelerated: no kernel of ours is in the compiled step"]
 
 
 def test_every_product_of_the_model_is_jaxgemms():
@@ -105,9 +109,11 @@ def test_every_product_of_the_model_is_jaxgemms():
   counts = collections.Counter()
   for name, dot_general in train_lm.DOT_GENERALS.items():
     step = jax.grad(lambda p, f=dot_general: transformer.loss(p, tokens, TINY, f))
+    if name == "accelerated":
+      step = jaxgemm.accelerate(step)
     found = count_primitives(step, params)
     counts[name] = (found["dot_general"], found["jaxgemm"])
-  assert counts == {"xla": (21, 0), "jaxgemm": (0, 21)}
+  assert counts == {"xla": (21, 0), "jaxgemm": (0, 21), "accelerated": (0, 21)}
 
 
 def test_corpus_is_real_text_and_batches_repeat():
@@ -131,8 +137,11 @@ def test_the_model_in_flax_learns_alike():
   text = np.frombuffer(b"abc " * 100, np.uint8)
   training = dataclasses.replace(TRAINING, model="nnx")
   names = list(train_lm.DOT_GENERALS)
-  xla, ours = train_lm.train(names, TINY, training, text, time_kernels=False)
+  xla, ours, accelerated = train_lm.train(
+      names, TINY, training, text, time_kernels=False
+  )
   np.testing.assert_allclose(ours.losses, xla.losses, rtol=1e-3)
+  np.testing.assert_allclose(accelerated.losses, xla.losses, rtol=1e-3)
   assert ours.losses[2] < ours.losses[0] - 0.1
   params = transformer_nnx.init(TINY, jax.random.key(0))
   tokens = np.zeros((2, TINY.sequence + 1), np.int32)
@@ -147,10 +156,11 @@ def test_gpt_2_learns_alike():
   """And all layers of a block have what follows the product in its kernel."""
   text = np.frombuffer(b"abc " * 100, np.uint8)
   training = dataclasses.replace(TRAINING, model="gpt2")
-  xla, ours = train_lm.train(
+  xla, ours, accelerated = train_lm.train(
       list(train_lm.DOT_GENERALS), TINY, training, text, time_kernels=False
   )
   np.testing.assert_allclose(ours.losses, xla.losses, rtol=1e-3)
+  np.testing.assert_allclose(accelerated.losses, xla.losses, rtol=1e-3)
   assert ours.losses[2] < ours.losses[0] - 0.1
   params = gpt2.init(TINY, jax.random.key(0))
   tokens = np.zeros((2, TINY.sequence + 1), np.int32)
