@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments import blocks, layers, models, two_ways
+from experiments import blocks, layers, models, spellings, two_ways
+import jaxgemm
 
 
 def run(tmp_path, *arguments, program=layers):
@@ -61,6 +62,45 @@ def test_an_error_that_is_not_finite():
 def test_sizes_that_are_none(size, tmp_path):
   with pytest.raises(app.UsageError, match="TOKENS"):
     run(tmp_path, f"--sizes={size}")
+
+
+@pytest.mark.slow
+def test_spellings_of_products(tmp_path):
+  # XLA's products of 16 bits, of which gradients this small are, sum in these on a CPU.
+  rows = run(
+      tmp_path, "--spelling=column", "--spelling=einsum td,edf->etf", "--passes=forward",
+      program=spellings,
+  )
+  assert [(row["name"], row["direction"]) for row in rows] == [
+      ("column 40x24 24", "forward"),
+      ("einsum td,edf->etf 24x16 3x16x40", "forward"),
+  ]
+  for row in rows:
+    assert 0 < row["error"] <= 2 * row["xla_error"]
+
+
+@pytest.mark.parametrize("name", spellings.SPELLINGS)
+def test_both_ways_of_a_spelling_agree(name):
+  case = spellings.make_case(name, spellings.SPELLINGS[name].small, "both")
+  values = {key: x.astype("float32") for key, x in case.draw(0).items()}
+  with jax.default_matmul_precision("highest"):
+    found = [two_ways.computed(f, "both", values) for f in (case.theirs, case.ours)]
+  for a, b in zip(*map(jax.tree.leaves, found), strict=True):
+    assert two_ways.error(a, b) < 1e-5
+
+
+def test_accelerated_ones_are_theirs(tmp_path, monkeypatch):
+  """Ours, as it is written, is not run."""
+  seen = []
+  accelerate = lambda function: seen.append(function) or accelerated(function)
+  accelerated = jaxgemm.accelerate
+  monkeypatch.setattr(jaxgemm, "accelerate", accelerate)
+  wrong = dataclasses.replace(layers.LAYERS["residual"], ours=lambda v: 1 / 0)
+  monkeypatch.setitem(layers.LAYERS, "residual", wrong)
+  rows = run(tmp_path, "--kinds=residual", "--accelerate", "--sizes=24,32,40")
+  assert len(seen) == len(rows) == 2
+  for row in rows:
+    assert 0 < row["error"] <= 2 * row["xla_error"]
 
 
 @pytest.mark.slow
