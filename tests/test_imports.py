@@ -34,7 +34,8 @@ LAYERS = (
     ("fused",),
     ("api", "autotune"),
     ("scaled", "layers", "einsums"),
-    ("losses", "mlp", "rewriting"),
+    ("losses", "mlp", "chains"),
+    ("rewriting",),
     ("__init__",),
 )
 KERNEL_IMPORTERS = {

@@ -45,6 +45,17 @@ FUSED = {
         lambda x, w: jax.nn.gelu(x @ w, approximate=False), (X, W), (0, 1), ()),
     "sigmoid": (lambda x, w: jax.nn.sigmoid(x @ w), (X, W), (0, 1), ()),
     "tanh": (lambda x, w: jnp.tanh(x @ w), (X, W), (0, 1), ()),
+    "gated": (
+        lambda x, w, v: jax.nn.silu(x @ w) * (x @ v), (X, W, W), (0, 1), ()),
+    "gated, the other first": (
+        lambda x, w, v: (lambda up: up * jax.nn.gelu(x @ w))(x @ v), (X, W, W), (0, 1),
+        ()),
+    "gated, residual": (
+        lambda x, w, v, y: jax.nn.silu(x @ w) * (x @ v) + y,
+        (X, W, W, (4, 8, 24)), (0, 1), ()),
+    "gated by another's": (
+        lambda x, w, v: jax.nn.silu(x @ w) * (jnp.sin(x) @ v), (X, W, W), (1, 1),
+        ("mul", "sin")),
     "residual": (lambda x, w, y: y + x @ w, (X, W, (4, 8, 24)), (1, 0), ()),
     "layer": (mlp, (X, W, V, BIAS), (1, 1), ()),
     "two products": (lambda x, w, v: x @ w + (x + 1) @ v, (X, W, W), (2, 0), ("add",)),
@@ -84,7 +95,7 @@ def test_what_is_fused(name, rng):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["silu", "residual", "bias of two axes", "layer"])
+@pytest.mark.parametrize("name", ["silu", "gated", "bias of two axes", "layer"])
 def test_kernels(name, rng):
   function, shapes, *_ = FUSED[name]
   operands = drawn(shapes, rng, "bfloat16")

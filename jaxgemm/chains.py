@@ -1,0 +1,372 @@
+"""What a kernel can compute of a jaxpr: a product, and the equations behind it.
+
+  begun     dot_general, or one of our products
+  longer    a factor, a bias, another term, a conversion, a transposition
+  activated one of our activations, however many equations that is
+  gated     the product of that and of another product of the same lhs
+
+A chain takes an equation only if nothing else wants what enters it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import dataclasses
+import functools
+import math
+
+import jax
+from jax.extend import core
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, primitives
+import jax.numpy as jnp
+
+from jaxgemm.api import product_of
+from jaxgemm.dims import Axes, label_axes
+from jaxgemm.primitive import gemm_p
+from jaxgemm.product import Product
+from pallas_kernels.problem import NONE
+
+_FLOATS = "float16", "bfloat16", "float32"  # Of operands, and of what is fused.
+_Users = dict[Var, list[int | None]]  # Of a variable: equations, None for the results.
+
+
+@dataclasses.dataclass
+class Chain:
+  """A product and the equations behind it that its kernel can compute.
+
+  Attributes:
+    last: the index of the equation that ends it, whose result is the chain's.
+    product, axes: what it is a product of, and the labels of the axes.
+    exchanged: whether the operands change places, as the result is transposed.
+    bias, term: what is added, each a variable, of which any may be absent.
+    up: the rhs of a second product, that the activation of the first is a factor of.
+  """
+
+  last: int
+  product: Product
+  axes: tuple[Axes, Axes, Axes]
+  exchanged: bool = False
+  bias: Var | None = None
+  term: Var | None = None
+  up: Var | None = None
+
+
+
+class Fusion:
+  """The chains of a jaxpr.
+
+  Attributes:
+    chains: each by the index that ends it, with that of its product.
+    within: the indices of all other equations that chains compute.
+  """
+
+  def __init__(self, jaxpr: Jaxpr):
+    self.chains: dict[int, tuple[int, Chain]] = {}
+    self.within: set[int] = set()
+    self._equations, self._users = jaxpr.eqns, _users(jaxpr)
+    self._made_at = {
+        x: index for index, equation in enumerate(jaxpr.eqns) for x in equation.outvars
+    }
+    self._made_by = {x: jaxpr.eqns[index] for x, index in self._made_at.items()}
+    # From the last one on: a sum of two products is the later one's.
+    for first, equation in reversed(list(enumerate(jaxpr.eqns))):
+      chain = _begun(first, equation)
+      if chain is not None:
+        self._grow(first, chain)
+    for last in sorted(self.chains):
+      if last in self.chains:
+        self._gate(last)
+
+  def _grow(self, first: int, chain: Chain) -> None:
+    """Adds the chain with all that it can take."""
+    while True:
+      (out,) = self._equations[chain.last].outvars
+      following = set(self._users.get(out, [None]))
+      if None in following or following & (self.chains.keys() | self.within):
+        break
+      longer = self._longer(chain, out)
+      if longer is not None:
+        taken = set()
+      else:
+        longer, taken = _activated(chain, out, self._equations, self._users)
+      if longer is None:
+        break
+      self.within |= {chain.last, *taken} - {longer.last}
+      chain = longer
+    self.chains[chain.last] = first, chain
+
+  def _longer(self, chain: Chain, out: Var) -> Chain | None:
+    if len(self._users[out]) > 1:
+      return None
+    (index,) = self._users[out]
+    return _longer(chain, out, index, self._equations[index], self._made_by)
+
+  def _gate(self, last: int) -> None:
+    """Makes one chain of two, if this one's result multiplies another product of lhs."""
+    first, chain = self.chains[last]
+    out = self._equations[last].outvars[0]
+    if len(self._users.get(out, ())) != 1 or self._users[out] == [None]:
+      return
+    (index,) = self._users[out]
+    equation = self._equations[index]
+    others = [x for x in equation.invars if x is not out and isinstance(x, Var)]
+    if equation.primitive.name != "mul" or len(others) != 1 or index in self.within:
+      return
+    second = self._made_at.get(others[0])
+    if second not in self.chains or self._users[others[0]] != [index]:
+      return
+    beginning, other = self.chains[second]
+    gated = _gated(
+        chain, other, *(self._equations[i] for i in (first, beginning, index)), index
+    )
+    if gated is not None:
+      del self.chains[last], self.chains[second]
+      self.within |= {last, second}
+      self._grow(first, gated)
+
+
+def is_plain(aval) -> bool:
+  """Whether it is an array, and not one of an explicit mesh, nor a reference."""
+  return isinstance(aval, jax.core.ShapedArray) and aval.sharding.mesh.empty
+
+
+def _users(jaxpr: Jaxpr) -> _Users:
+  found: _Users = {}
+  for index, equation in enumerate(jaxpr.eqns):
+    for x in equation.invars:
+      if isinstance(x, Var):
+        found.setdefault(x, []).append(index)
+  for x in jaxpr.outvars:
+    if isinstance(x, Var):
+      found.setdefault(x, []).append(None)
+  return found
+
+
+def _begun(index: int, equation: JaxprEqn) -> Chain | None:
+  """The chain of a product alone; None if the equation is none, or none of ours."""
+  params = equation.params
+  if equation.primitive is gemm_p:
+    product, dims = params["product"], params["product"].dims
+    named = product.implementation is not None or product.config is not None
+    if product.beta or named or product.out_sharding is not None:
+      return None
+    groups = dims.lhs, dims.rhs, dims.out
+    return Chain(index, product, tuple(tuple(dims.names(each)) for each in groups))
+  if equation.primitive is not primitives.dot_general_p:
+    return None
+  lhs, rhs = (x.aval for x in equation.invars)
+  if lhs.dtype != rhs.dtype or not all(map(is_plain, (lhs, rhs))):
+    return None
+  if lhs.weak_type or rhs.weak_type or params["out_sharding"] is not None:
+    return None
+  product, reason = product_of(
+      lhs.dtype, rhs.dtype, params["precision"], params["preferred_element_type"], None,
+      None,
+  )
+  if reason:
+    return None
+  axes = label_axes(lhs.ndim, rhs.ndim, params["dimension_numbers"])
+  return Chain(index, product, axes)
+
+
+def _longer(
+    chain: Chain, out: Var, index: int, equation: JaxprEqn, made_by
+) -> Chain | None:
+  """The chain with the equation that takes its result `out`, if the kernel can."""
+  product = chain.product
+  if product.out_dtype not in _FLOATS or out.aval.weak_type:
+    return None
+  name, result = equation.primitive.name, equation.outvars[0].aval
+  if name == "transpose":
+    return _transposed(chain, index, equation.params["permutation"])
+  if result.shape != out.aval.shape or result.dtype.name not in _FLOATS:
+    return None
+  product = product.replace(out_dtype=result.dtype.name)
+  changed = functools.partial(dataclasses.replace, chain, last=index)
+  if name == "convert_element_type":
+    return changed(product=product)
+  others = [x for x in equation.invars if x is not out]
+  is_first = not (product.has_bias or chain.term or product.activation != NONE)
+  if name in ("mul", "div") and is_first and len(others) == 1:
+    number = _number(others[0])
+    if number is None or name == "div" and equation.invars[0] is not out:
+      return None
+    factor = number if name == "mul" else 1 / number if number else math.nan
+    if not math.isfinite(factor):
+      return None
+    return changed(product=product.replace(alpha=product.alpha * factor))
+  if name in ("add", "add_any") and len(others) == 1 and isinstance(others[0], Var):
+    (other,) = others
+    if other.aval.dtype.name not in _FLOATS or other.aval.weak_type:
+      return None
+    free = chain.bias is None and product.activation == NONE
+    bias = _bias(other, chain, out.aval.shape, made_by) if free else None
+    if bias is not None:
+      return changed(product=product.replace(has_bias=True), bias=bias)
+    if other.aval.shape == out.aval.shape and chain.term is None:
+      return changed(product=product.replace(beta=1.0), term=other)
+    return None
+  return None
+
+
+def _transposed(chain: Chain, index: int, perm: tuple[int, ...]) -> Chain | None:
+  """The chain whose result lies in another way, as gradients of weights do."""
+  product, (lhs, rhs, out) = chain.product, chain.axes
+  if product.has_bias or product.activation != NONE or chain.term is not None:
+    return None
+  out, exchanged = tuple(out[i] for i in perm), chain.exchanged
+  if out and out[0] in rhs and out[0] not in lhs:  # Columns first: they are rows.
+    lhs, rhs, product, exchanged = rhs, lhs, product.exchanged, not exchanged
+  return dataclasses.replace(
+      chain, last=index, product=product, axes=(lhs, rhs, out), exchanged=exchanged
+  )
+
+
+def _gated(
+    chain: Chain, other: Chain, gate: JaxprEqn, up: JaxprEqn, product: JaxprEqn,
+    last: int,
+) -> Chain | None:
+  """The chain of activation(x @ gate) * (x @ up), whose equations these are."""
+  facts, result = chain.product, product.outvars[0].aval
+  plain = facts.replace(activation=NONE, out_dtype=other.product.out_dtype)
+  if facts.activation == NONE or plain != other.product or chain.axes != other.axes:
+    return None
+  alone = not (facts.has_bias or facts.gated or chain.term) and facts.alpha == 1.0
+  same_lhs = gate.invars[0] is up.invars[0] and not (chain.exchanged or other.exchanged)
+  if not alone or not same_lhs or gate.invars[1].aval.shape != up.invars[1].aval.shape:
+    return None
+  if result.dtype.name not in _FLOATS or result.weak_type:
+    return None
+  facts = facts.replace(gated=True, out_dtype=result.dtype.name)
+  return dataclasses.replace(chain, last=last, product=facts, up=up.invars[1])
+
+
+def _activated(
+    chain: Chain, out: Var, equations: Sequence[JaxprEqn], users: _Users
+) -> tuple[Chain | None, set[int]]:
+  """The chain with an activation of its result, and the equations that compute that."""
+  product = chain.product
+  fits = product.out_dtype in _FLOATS and not out.aval.weak_type
+  if product.activation != NONE or chain.term is not None or not fits:
+    return None, set()
+  found = _activation(out, equations, users) if _is_matrix(chain.axes) else None
+  if found is None:
+    return None, set()
+  name, indices = found
+  product = product.replace(activation=name)
+  return dataclasses.replace(chain, last=indices[-1], product=product), set(indices)
+
+
+def _number(x) -> float | None:
+  """The number that a variable or literal of no dimensions stands for, if it is known."""
+  return float(x.val) if isinstance(x, Literal) and not x.aval.shape else None
+
+
+def _is_matrix(axes: tuple[Axes, Axes, Axes]) -> bool:
+  """Whether rows, columns and what is summed lie side by side as they are, no batch."""
+  lhs, rhs, out = axes
+  summed = tuple(axis for axis in lhs if axis not in out)
+  rows = tuple(axis for axis in lhs if axis in out)
+  cols = tuple(axis for axis in rhs if axis in out)
+  return (
+      out == rows + cols
+      and lhs in (rows + summed, summed + rows)
+      and rhs in (summed + cols, cols + summed)
+  )
+
+
+def _bias(x: Var, chain: Chain, shape: tuple[int, ...], made_by) -> Var | None:
+  """What is the same in each row of x, which is added to a result of that shape."""
+  lhs, rhs, _ = chain.axes
+  rank = len([axis for axis in rhs if axis not in lhs])
+  if not _is_matrix(chain.axes) or not 0 < rank < len(shape):
+    return None
+  cols, rows = shape[len(shape) - rank :], len(shape) - rank
+  wanted = (*(1,) * rows, *cols)
+  while True:
+    if x.aval.shape in (cols, wanted) and x.aval.shape != shape:
+      return x
+    equation = made_by.get(x)
+    if equation is None or equation.primitive.name != "broadcast_in_dim":
+      return None
+    (before, *_), mapped = equation.invars, equation.params["broadcast_dimensions"]
+    # Columns of the result are those of what was broadcast, and its rows all one.
+    kept = [i for i, size in zip(mapped, before.aval.shape, strict=True) if size != 1]
+    needed = [i for i in range(rows, len(shape)) if shape[i] != 1]
+    if x.aval.shape[-rank:] != cols or kept != needed or not isinstance(before, Var):
+      return None
+    if len(x.aval.shape) != len(shape):
+      return None
+    x = before
+    if math.prod(x.aval.shape) == math.prod(cols):
+      return x
+
+
+# Activations as they are written, of ours by the same names.
+_WRITTEN = (
+    ("squared_relu", lambda x: jnp.square(jax.nn.relu(x))),
+    ("relu", jax.nn.relu),
+    ("relu", lambda x: jnp.maximum(x, 0)),
+    ("silu", jax.nn.silu),
+    ("silu", lambda x: x * jax.nn.sigmoid(x)),
+    ("gelu", functools.partial(jax.nn.gelu, approximate=True)),
+    ("gelu_exact", functools.partial(jax.nn.gelu, approximate=False)),
+    ("sigmoid", jax.nn.sigmoid),
+    ("tanh", jnp.tanh),
+)
+
+
+@functools.lru_cache(maxsize=1024)
+def _written(shape: tuple[int, ...], dtype) -> tuple[tuple[str, Jaxpr], ...]:
+  x = jax.ShapeDtypeStruct(shape, dtype)
+  return tuple((name, jax.make_jaxpr(fun)(x).jaxpr) for name, fun in _WRITTEN)
+
+
+def _activation(
+    out: Var, equations: Sequence[JaxprEqn], users: _Users
+) -> tuple[str, list[int]] | None:
+  """The activation that all users of `out` compute together, and which these are."""
+  for name, pattern in _written(out.aval.shape, out.aval.dtype):
+    if found := _matched(pattern, out, equations, users):
+      return name, found
+  return None
+
+
+def _matched(
+    pattern: Jaxpr, out: Var, equations: Sequence[JaxprEqn], users: _Users
+) -> list[int]:
+  """The indices of the equations that are those of the pattern, of `out`; [] if none."""
+  (argument,), (result,) = pattern.invars, pattern.outvars
+  of, indices = {argument: out}, []
+  for wanted in pattern.eqns:
+    inputs = [x if isinstance(x, Literal) else of[x] for x in wanted.invars]
+    source = next(x for x in inputs if isinstance(x, Var))
+    for index in users.get(source, ()):
+      if index is not None and index not in indices:
+        if _same(wanted, equations[index], inputs):
+          break
+    else:
+      return []
+    indices.append(index)
+    of[wanted.outvars[0]] = equations[index].outvars[0]
+  # Nothing else may need what is between, nor what enters.
+  between = [x for x in of if x is not result]
+  alone = all(set(users.get(of[x], ())) <= set(indices) for x in between)
+  return sorted(indices) if alone else []
+
+
+def _same(wanted: JaxprEqn, equation: JaxprEqn, inputs: Sequence[Var | Literal]) -> bool:
+  """Whether an equation is the one that a pattern has, of these inputs."""
+  if wanted.primitive is not equation.primitive:
+    return False
+  if len(inputs) != len(equation.invars):
+    return False
+  for a, b in zip(inputs, equation.invars, strict=True):
+    if isinstance(a, Literal) != isinstance(b, Literal):
+      return False
+    if a.val != b.val if isinstance(a, Literal) else a is not b:
+      return False
+  inner = [core.jaxprs_in_params(x.params) for x in (wanted, equation)]
+  if any(inner):
+    return [*map(str, inner[0])] == [*map(str, inner[1])]
+  return wanted.params == equation.params
