@@ -32,7 +32,8 @@ def ours(params, x):
   return jaxgemm.matmul(jax.nn.softmax(scores), out)
 
 
-def main() -> Counter:
+def draw() -> tuple[dict[str, jax.Array], jax.Array]:
+  """Parameters, and an input."""
   shapes = dict(gate=(32, 64), up=(32, 64), down=(64, 32), w1=(32, 48), b1=(48,),
                 w2=(48, 32))
   keys = jax.random.split(jax.random.key(0), len(shapes) + 1)
@@ -40,8 +41,11 @@ def main() -> Counter:
       name: jax.random.normal(key, shape) / 6
       for key, (name, shape) in zip(keys, shapes.items(), strict=False)
   }
-  x = jax.random.normal(keys[-1], (2, 8, 32))
-  return compare("plain JAX", theirs, ours, params, x)
+  return params, jax.random.normal(keys[-1], (2, 8, 32))
+
+
+def main() -> Counter:
+  return compare("plain JAX", theirs, ours, *draw())
 
 
 if __name__ == "__main__":
