@@ -39,6 +39,7 @@ class Chain:
     product, axes: what it is a product of, and the labels of the axes.
     exchanged: whether the operands change places, as the result is transposed.
     bias, term: what is added, each a variable, of which any may be absent.
+    narrowed: whether a conversion has rounded what the product gave.
     up: the rhs of a second product, that the activation of the first is a factor of.
   """
 
@@ -49,7 +50,7 @@ class Chain:
   bias: Var | None = None
   term: Var | None = None
   up: Var | None = None
-
+  narrowed: bool = False
 
 
 class Fusion:
@@ -71,35 +72,63 @@ class Fusion:
     # From the last one on: a sum of two products is the later one's.
     for first, equation in reversed(list(enumerate(jaxpr.eqns))):
       chain = _begun(first, equation)
-      if chain is not None:
+      if chain is None:
+        continue
+      if all(x.aval.dtype.name in _FLOATS for x in equation.invars):
         self._grow(first, chain)
+      else:
+        self.chains[first] = first, chain
     for last in sorted(self.chains):
       if last in self.chains:
         self._gate(last)
 
-  def _grow(self, first: int, chain: Chain) -> None:
-    """Adds the chain with all that it can take."""
-    while True:
-      (out,) = self._equations[chain.last].outvars
-      following = set(self._users.get(out, [None]))
-      if None in following or following & (self.chains.keys() | self.within):
-        break
-      longer = self._longer(chain, out)
-      if longer is not None:
-        taken = set()
-      else:
-        longer, taken = _activated(chain, out, self._equations, self._users)
-      if longer is None:
-        break
-      self.within |= {chain.last, *taken} - {longer.last}
-      chain = longer
-    self.chains[chain.last] = first, chain
+  def last_uses(self) -> dict[int, list[Var]]:
+    """The variables that nothing needs any more, by the equation that is the last to.
 
-  def _longer(self, chain: Chain, out: Var) -> Chain | None:
-    if len(self._users[out]) > 1:
+    What is part of a chain is computed at its end.
+    """
+    ends, found = {}, {}
+    for last, (first, _) in self.chains.items():
+      ends |= dict.fromkeys(range(first, last + 1), last)
+    for x, indices in self._users.items():
+      if None not in indices:
+        found.setdefault(max(ends.get(i, i) for i in indices), []).append(x)
+    return found
+
+  def _grow(self, first: int, chain: Chain) -> None:
+    """Adds the chain with all that it can take, but for widening its result at last.
+
+    That is another kernel's, which reads half of the bytes.
+    """
+    widest = jnp.dtype(chain.product.out_dtype).itemsize
+    taken: set[int] = set()
+    best, within = chain, set()
+    while (found := self._longer(chain, first)) is not None:
+      longer, equations = found
+      taken |= {chain.last, *equations} - {longer.last}
+      chain = longer
+      if jnp.dtype(chain.product.out_dtype).itemsize <= widest:
+        best, within = chain, set(taken)
+    self.within |= within
+    self.chains[best.last] = first, best
+
+  def _longer(self, chain: Chain, first: int) -> tuple[Chain, set[int]] | None:
+    """A longer chain, and the equations that make it so."""
+    (out,) = self._equations[chain.last].outvars
+    following = set(self._users.get(out, [None]))
+    if None in following or following & (self.chains.keys() | self.within):
       return None
-    (index,) = self._users[out]
-    return _longer(chain, out, index, self._equations[index], self._made_by)
+    if chain.product.out_dtype not in _FLOATS or out.aval.weak_type:
+      return None
+    context = self._equations[first].ctx  # Of which XLA's metadata are a part.
+    if any(self._equations[index].ctx != context for index in following):
+      return None
+    if len(self._users[out]) == 1:
+      (index,) = following
+      longer = _longer(chain, out, index, self._equations[index], self._made_by)
+      if longer is not None:
+        return longer, following
+    return _activated(chain, out, self._equations, self._users)
 
   def _gate(self, last: int) -> None:
     """Makes one chain of two, if this one's result multiplies another product of lhs."""
@@ -119,15 +148,18 @@ class Fusion:
     gated = _gated(
         chain, other, *(self._equations[i] for i in (first, beginning, index)), index
     )
-    if gated is not None:
+    contexts = [self._equations[i].ctx for i in (first, beginning, index)]
+    if gated is not None and contexts == contexts[:1] * 3:
       del self.chains[last], self.chains[second]
       self.within |= {last, second}
       self._grow(first, gated)
 
 
 def is_plain(aval) -> bool:
-  """Whether it is an array, and not one of an explicit mesh, nor a reference."""
-  return isinstance(aval, jax.core.ShapedArray) and aval.sharding.mesh.empty
+  """Whether it is an array in the device's memory, of no explicit mesh."""
+  if not isinstance(aval, jax.core.ShapedArray) or not aval.sharding.mesh.empty:
+    return False
+  return aval.memory_space == jax.memory.Space.Device
 
 
 def _users(jaxpr: Jaxpr) -> _Users:
@@ -174,15 +206,20 @@ def _longer(
 ) -> Chain | None:
   """The chain with the equation that takes its result `out`, if the kernel can."""
   product = chain.product
-  if product.out_dtype not in _FLOATS or out.aval.weak_type:
-    return None
   name, result = equation.primitive.name, equation.outvars[0].aval
   if name == "transpose":
-    return _transposed(chain, index, equation.params["permutation"])
-  if result.shape != out.aval.shape or result.dtype.name not in _FLOATS:
+    return _transposed(chain, out, index, equation.params["permutation"])
+  if (result.shape, result.sharding) != (out.aval.shape, out.aval.sharding):
     return None
+  if result.dtype.name not in _FLOATS or result.weak_type:
+    return None
+  narrower = result.dtype.itemsize < jnp.dtype(product.out_dtype).itemsize
+  if chain.narrowed and result.dtype.itemsize > jnp.dtype(product.out_dtype).itemsize:
+    return None  # What was rounded on the way stays so.
   product = product.replace(out_dtype=result.dtype.name)
-  changed = functools.partial(dataclasses.replace, chain, last=index)
+  changed = functools.partial(
+      dataclasses.replace, chain, last=index, narrowed=chain.narrowed or narrower
+  )
   if name == "convert_element_type":
     return changed(product=product)
   others = [x for x in equation.invars if x is not out]
@@ -209,10 +246,14 @@ def _longer(
   return None
 
 
-def _transposed(chain: Chain, index: int, perm: tuple[int, ...]) -> Chain | None:
+def _transposed(
+    chain: Chain, result: Var, index: int, perm: tuple[int, ...]
+) -> Chain | None:
   """The chain whose result lies in another way, as gradients of weights do."""
   product, (lhs, rhs, out) = chain.product, chain.axes
   if product.has_bias or product.activation != NONE or chain.term is not None:
+    return None
+  if not is_plain(result.aval):
     return None
   out, exchanged = tuple(out[i] for i in perm), chain.exchanged
   if out and out[0] in rhs and out[0] not in lhs:  # Columns first: they are rows.
@@ -243,15 +284,14 @@ def _gated(
 
 def _activated(
     chain: Chain, out: Var, equations: Sequence[JaxprEqn], users: _Users
-) -> tuple[Chain | None, set[int]]:
+) -> tuple[Chain, set[int]] | None:
   """The chain with an activation of its result, and the equations that compute that."""
   product = chain.product
-  fits = product.out_dtype in _FLOATS and not out.aval.weak_type
-  if product.activation != NONE or chain.term is not None or not fits:
-    return None, set()
-  found = _activation(out, equations, users) if _is_matrix(chain.axes) else None
+  if product.activation != NONE or chain.term is not None or not _is_matrix(chain.axes):
+    return None
+  found = _activation(out, equations, users)
   if found is None:
-    return None, set()
+    return None
   name, indices = found
   product = product.replace(activation=name)
   return dataclasses.replace(chain, last=indices[-1], product=product), set(indices)
@@ -281,32 +321,28 @@ def _bias(x: Var, chain: Chain, shape: tuple[int, ...], made_by) -> Var | None:
   rank = len([axis for axis in rhs if axis not in lhs])
   if not _is_matrix(chain.axes) or not 0 < rank < len(shape):
     return None
-  cols, rows = shape[len(shape) - rank :], len(shape) - rank
-  wanted = (*(1,) * rows, *cols)
-  while True:
-    if x.aval.shape in (cols, wanted) and x.aval.shape != shape:
+  rows, cols = len(shape) - rank, shape[len(shape) - rank :]
+  along_cols = [i for i in range(rows, len(shape)) if shape[i] != 1]
+  while x.aval.ndim == len(shape) and x.aval.shape[rows:] == cols:
+    if math.prod(x.aval.shape[:rows]) == 1 < math.prod(shape[:rows]):
       return x
     equation = made_by.get(x)
     if equation is None or equation.primitive.name != "broadcast_in_dim":
       return None
-    (before, *_), mapped = equation.invars, equation.params["broadcast_dimensions"]
-    # Columns of the result are those of what was broadcast, and its rows all one.
+    before, mapped = equation.invars[0], equation.params["broadcast_dimensions"]
     kept = [i for i, size in zip(mapped, before.aval.shape, strict=True) if size != 1]
-    needed = [i for i in range(rows, len(shape)) if shape[i] != 1]
-    if x.aval.shape[-rank:] != cols or kept != needed or not isinstance(before, Var):
-      return None
-    if len(x.aval.shape) != len(shape):
+    if kept != along_cols or not isinstance(before, Var):
       return None
     x = before
     if math.prod(x.aval.shape) == math.prod(cols):
       return x
+  return None
 
 
 # Activations as they are written, of ours by the same names.
 _WRITTEN = (
     ("squared_relu", lambda x: jnp.square(jax.nn.relu(x))),
     ("relu", jax.nn.relu),
-    ("relu", lambda x: jnp.maximum(x, 0)),
     ("silu", jax.nn.silu),
     ("silu", lambda x: x * jax.nn.sigmoid(x)),
     ("gelu", functools.partial(jax.nn.gelu, approximate=True)),
@@ -319,7 +355,8 @@ _WRITTEN = (
 @functools.lru_cache(maxsize=1024)
 def _written(shape: tuple[int, ...], dtype) -> tuple[tuple[str, Jaxpr], ...]:
   x = jax.ShapeDtypeStruct(shape, dtype)
-  return tuple((name, jax.make_jaxpr(fun)(x).jaxpr) for name, fun in _WRITTEN)
+  with jax.disable_jit(False):
+    return tuple((name, jax.make_jaxpr(fun)(x).jaxpr) for name, fun in _WRITTEN)
 
 
 def _activation(
@@ -359,14 +396,22 @@ def _same(wanted: JaxprEqn, equation: JaxprEqn, inputs: Sequence[Var | Literal])
   """Whether an equation is the one that a pattern has, of these inputs."""
   if wanted.primitive is not equation.primitive:
     return False
-  if len(inputs) != len(equation.invars):
+  orders = [equation.invars]
+  if wanted.primitive.name in ("mul", "add"):
+    orders.append(equation.invars[::-1])
+  if not any(
+      len(order) == len(inputs) and all(map(_equal, inputs, order)) for order in orders
+  ):
     return False
-  for a, b in zip(inputs, equation.invars, strict=True):
-    if isinstance(a, Literal) != isinstance(b, Literal):
-      return False
-    if a.val != b.val if isinstance(a, Literal) else a is not b:
-      return False
   inner = [core.jaxprs_in_params(x.params) for x in (wanted, equation)]
-  if any(inner):
-    return [*map(str, inner[0])] == [*map(str, inner[1])]
-  return wanted.params == equation.params
+  if not any(inner):
+    return wanted.params == equation.params
+  # Where it is defined says which derivative it has, which is no part of the text.
+  text = lambda jaxpr: (str(jaxpr), jaxpr.debug_info.func_src_info)
+  return [*map(text, inner[0])] == [*map(text, inner[1])]
+
+
+def _equal(a: Var | Literal, b: Var | Literal) -> bool:
+  if isinstance(a, Literal) and isinstance(b, Literal):
+    return bool(a.val == b.val)
+  return a is b

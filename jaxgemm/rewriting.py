@@ -26,6 +26,7 @@ import jax.numpy as jnp
 
 from jaxgemm.api import contract
 from jaxgemm.chains import Chain, Fusion, is_plain
+from jaxgemm.checkpoint_policies import knowing_ours
 from jaxgemm.primitive import gemm_p
 from pallas_kernels import compat
 
@@ -43,12 +44,16 @@ def accelerate[**P, R](fun: Callable[P, R]) -> Callable[P, R]:
   """Returns `fun` with each lax.dot_general, jnp.matmul, einsum and so on ours.
 
   And with what follows a product in its kernel: a number that multiplies it, a bias, an
-  activation (relu, silu, gelu, sigmoid, tanh), a sum with another array, a conversion,
-  as far as nothing else needs the product without. Best of a whole step of training,
-  gradients included, or of a model that is served. What `fun` does otherwise, its loops,
-  checkpoints and inner jits, stays as it is. So do products inside of jax.shard_map, of
-  functions with derivatives of their own (jax.custom_vjp) that are still to be derived,
-  and those that no kernel of ours serves.
+  activation (jax.nn's relu, silu, gelu, sigmoid, tanh), a sum with another array, a
+  conversion, as far as nothing else needs the product without. All that is float32, and
+  rounded to the result's dtype once, whatever dtypes it has in `fun`. Best of a whole
+  step of training, gradients included, or of a model that is served.
+
+  What `fun` does otherwise, its loops, checkpoints and inner jits, stays as it is. So do
+  products inside of jax.shard_map, of functions with derivatives of their own
+  (jax.custom_jvp, custom_vjp) that are still to be derived, on explicit meshes, and those
+  that no kernel of ours serves. Contexts, as jaxgemm.batch_invariant, count around the
+  call, not within `fun`.
 
   Args:
     fun: of arrays, and trees of them, to such. What is static must be bound before, as
@@ -79,27 +84,37 @@ class _Rewriter:
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
     read = lambda x: x.val if isinstance(x, Literal) else env[x]
     fusion = Fusion(jaxpr)
+    done = fusion.last_uses()
     for index, equation in enumerate(jaxpr.eqns):
       if index in fusion.within:
         continue
       if index in fusion.chains:
         first, chain = fusion.chains[index]
-        results = [_computed(jaxpr.eqns[first], chain, equation.outvars[0].aval, read)]
+        product = jaxpr.eqns[first]
+        with compat.source_of(product):
+          results = [_computed(product, chain, equation.outvars[0].aval, read)]
       else:
-        values = map(read, equation.invars)
-        results = compat.rebind(equation, self._params(equation), *values)
+        values = list(map(read, equation.invars))
+        results = compat.rebind(equation, self._params(equation), values)
+        del values
       env.update(zip(equation.outvars, results, strict=True))
+      del results
+      for x in done.get(index, ()):  # Which computed at once would take up memory.
+        env.pop(x, None)
     return list(map(read, jaxpr.outvars))
 
   def _params(self, equation: JaxprEqn) -> dict[str, Any]:
     """Its parameters, the products of jaxprs among them ours."""
-    name = _OUTER.get(equation.primitive)
+    name, params = _OUTER.get(equation.primitive), equation.params
     if name is None:
-      return equation.params
-    inner = equation.params[name]
+      return params
+    inner = params[name]
     if isinstance(inner, tuple):
-      return equation.params | {name: tuple(map(self._rewritten, inner))}
-    return equation.params | {name: self._rewritten(inner)}
+      return params | {name: tuple(map(self._rewritten, inner))}
+    made = self._rewritten(inner)
+    if made is not inner and params.get("policy") is not None:
+      params = params | {"policy": knowing_ours(params["policy"])}
+    return params | {name: made}
 
   def _rewritten[T: (Jaxpr, ClosedJaxpr)](self, inner: T) -> T:
     if id(inner) not in self._found:
@@ -119,13 +134,17 @@ class _Rewriter:
         *types
     )
     same = all(map(_alike, closed.out_avals, made.out_avals))
-    if made.consts or not same or made.effects != closed.effects:
+    if not same or made.effects != closed.effects:
       return inner
-    return made if isinstance(inner, ClosedJaxpr) else made.jaxpr
+    if isinstance(inner, ClosedJaxpr):
+      return made
+    return inner if made.consts else made.jaxpr
 
 
 def _alike(a, b) -> bool:
-  return (a.shape, a.dtype, a.weak_type) == (b.shape, b.dtype, b.weak_type)
+  """Whether two results are arrays of one type."""
+  types = [(x.shape, x.dtype, x.weak_type) for x in (a, b)]
+  return types[0] == types[1] and is_plain(a) and is_plain(b)
 
 
 def _has_products(jaxpr: Jaxpr) -> bool:

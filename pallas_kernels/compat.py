@@ -249,33 +249,33 @@ def transposition(x) -> tuple[int, ...] | None:
 def converted_from(x) -> np.dtype | None:
   """The dtype of an argument that x is, converted; None if x is none, or of its dtype.
 
-  Transposed and multiplied by factors it may be, too. An argument, as of what has been
-  computed the last kernel does the conversion.
+  Transposed and multiplied by smaller factors it may be, too. An argument, as of what has
+  been computed the last kernel does the conversion.
   """
-  source = x
-  while (before := _before(source)) is not None:
-    equation = before.parent
-    if equation is None:
-      return None if before.dtype == x.dtype else before.dtype
-    name = equation.primitive.name
+  traced = _traced(x)
+  while traced is not None and (equation := traced.parent) is not None:
+    name, shape = equation.primitive.name, traced.aval.shape
     if name not in ("convert_element_type", "transpose", "mul"):
       return None
-    source = next(
-        y for y in equation.in_tracers
-        if name != "mul" or y.aval.shape == before.aval.shape
-    )
-  return None
+    before = equation.in_tracers
+    if name == "mul":
+      before = [y for y in before if y.aval.shape == shape]
+    if len(before) != 1:
+      return None
+    traced = _traced(before[0])
+  return None if traced is None or traced.dtype == x.dtype else traced.dtype
 
 
-def _before(x):
-  """What jit traces of x, behind the tracers of derivatives and of vmap; or None."""
-  while True:
-    if isinstance(x, (_ad.JVPTracer, _ad.LinearizeTracer)):
-      x = x.primal
-    elif isinstance(x, _batching.BatchTracer):
-      x = x.val
-    else:
-      return x if isinstance(x, _partial_eval.DynamicJaxprTracer) else None
+def _traced(x):
+  """x as the innermost jit, loop or checkpoint traces it, if that is where it is from."""
+  while isinstance(x, (_ad.JVPTracer, _ad.LinearizeTracer, _batching.BatchTracer)):
+    x = x.val if isinstance(x, _batching.BatchTracer) else x.primal
+  if not isinstance(x, _partial_eval.DynamicJaxprTracer):
+    return None
+  trace = _core.trace_ctx.trace
+  while trace is not None and not isinstance(trace, _partial_eval.DynamicJaxprTrace):
+    trace = getattr(trace, "parent_trace", None)
+  return x if x._trace is trace else None
 
 
 def _permutation(x) -> tuple[int, ...] | None:
@@ -287,8 +287,8 @@ def _permutation(x) -> tuple[int, ...] | None:
       return perm
     stored = perm[axis]  # The mapped axis, in the array that was transposed.
     return tuple(i - (i > stored) for i in perm if i != stored)
-  equation = getattr(x, "parent", None)
-  if not isinstance(x, _partial_eval.DynamicJaxprTracer) or equation is None:
+  traced = _traced(x)
+  if traced is None or (equation := traced.parent) is None:
     return None
   if equation.primitive is _lax.convert_element_type_p:
     return _permutation(equation.in_tracers[0])
@@ -299,14 +299,21 @@ def _permutation(x) -> tuple[int, ...] | None:
   return perm if before is None else tuple(before[i] for i in perm)
 
 
-def rebind(equation, params: dict[str, Any], *values) -> list:
-  """The results of an equation of a jaxpr, computed or traced anew with these params."""
+@contextlib.contextmanager
+def source_of(equation) -> Iterator[None]:
+  """What is traced within has the names, lines and context of an equation of a jaxpr."""
   source = equation.source_info
   name_stack = _source_info.current_name_stack() + source.name_stack
   with _source_info.user_context(source.traceback, name_stack=name_stack):
     with equation.ctx.manager:
-      primitive = equation.primitive
-      found = primitive.bind(*values, **primitive.get_bind_params(params))
+      yield
+
+
+def rebind(equation, params: dict[str, Any], values) -> list:
+  """The results of an equation of a jaxpr, computed or traced anew with these params."""
+  with source_of(equation):
+    primitive = equation.primitive
+    found = primitive.bind(*values, **primitive.get_bind_params(params))
   return list(found) if primitive.multiple_results else [found]
 
 

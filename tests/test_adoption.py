@@ -11,8 +11,9 @@ from experiments.adoption import compare, plain_jax
 
 @pytest.mark.parametrize(
     ("name", "library", "fused", "by_xla"),
-    [("plain_jax", "jax", 3, 0), ("any_library", "jax", 2, 0), ("flax_linen", "flax", 0, 0),
-     ("flax_nnx", "flax", 0, 6), ("equinox_layers", "equinox", 3, 0)],
+    [("plain_jax", "jax", 3, 0), ("any_library", "jax", 2, 0),
+     ("flax_linen", "flax", 0, 0), ("flax_nnx", "flax", 0, 6),
+     ("equinox_layers", "equinox", 3, 0)],
 )
 def test_examples(name, library, fused, by_xla, capsys):
   """No product of a layer is left to XLA, forward or backward."""

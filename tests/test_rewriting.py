@@ -34,7 +34,13 @@ FUSED = {
         lambda x, w, b: jnp.einsum("btd,dhk->bthk", x, w) + b,
         (X, (16, 3, 8), (3, 8)), (0, 1), ()),
     "relu": (lambda x, w, b: jax.nn.relu(x @ w + b), (X, W, BIAS), (0, 1), ()),
-    "maximum": (lambda x, w: jnp.maximum(x @ w, 0), (X, W), (0, 1), ()),
+    "maximum": (  # Whose slope at 0 is 0.5, and not relu's.
+        lambda x, w: jnp.maximum(x @ w, 0), (X, W), (1, 0), ("max",)),
+    "widened in between": (
+        lambda x, w, b: ((x @ w).astype("float32") + b).astype("float32"),
+        (X, W, BIAS), (0, 1), ()),
+    "sigmoid in front": (
+        lambda x, w: (lambda z: jax.nn.sigmoid(z) * z)(x @ w), (X, W), (0, 1), ()),
     "squared relu": (
         lambda x, w: jnp.square(jax.nn.relu(x @ w)), (X, W), (0, 1), ()),
     "silu": (lambda x, w, b: jax.nn.silu(0.5 * (x @ w) + b), (X, W, BIAS), (0, 1), ()),
@@ -203,6 +209,110 @@ def test_a_derivative_of_its_own_stays(rng):
   x, w = drawn(((8, 16), W), rng)
   total = lambda x, w: jnp.sum(jaxgemm.accelerate(own_derivative)(x, w))
   agree(jax.grad(total, (0, 1))(x, w), (7 * x, 5 * w))
+
+
+@jax.custom_jvp
+@jax.jit
+def relu(x):
+  return jnp.maximum(x, 0)
+
+
+relu.defjvp(lambda primals, tangents: (relu(primals[0]), 7 * tangents[0]))
+
+
+def test_an_activation_that_looks_like_ours_keeps_its_derivative(rng):
+  x, w = drawn(((8, 16), W), rng)
+  total = lambda x, w: jnp.sum(relu(x @ w))
+  with jax.default_matmul_precision("highest"):
+    agree(jax.grad(jaxgemm.accelerate(total))(x, w), jax.grad(total)(x, w))
+
+
+WIDENED = {
+    # What follows a product; the dtype of the product, and how many conversions stay.
+    "at last": (lambda z: z.astype("float32"), "bfloat16", 1),
+    "and narrowed": (
+        lambda z: (z.astype("float32") + 1.5).astype("bfloat16"), "bfloat16", 2),
+    "with a term between": (
+        lambda z: (z.astype("float32") + jnp.ones(24)).astype("bfloat16"), "bfloat16", 0),
+    "rounded on the way": (
+        lambda z: z.astype("bfloat16").astype("float32"), "float32", 1),
+}
+
+
+@pytest.mark.parametrize("name", WIDENED)
+def test_conversions(name, rng):
+  """What widens at last is left to whoever reads it; what rounds on the way rounds."""
+  follows, dtype, left = WIDENED[name]
+  x, w = drawn(((8, 16), W), rng, dtype)
+  function = jaxgemm.accelerate(lambda x, w: follows(x @ w))
+  assert count_primitives(function, x, w)["convert_element_type"] == left
+  wanted = follows(x @ w)
+  assert function(x, w).dtype == wanted.dtype
+  if name == "rounded on the way":
+    with jax.default_matmul_precision("highest"):
+      assert (jax.jit(function)(x, w) == follows(x @ w)).all()
+
+
+def test_names_and_metadata_stay(rng):
+  x, w, bias = drawn(((8, 16), W, BIAS), rng)
+
+  def function(x, w, bias):
+    with jax.named_scope("attention"):
+      return jax.nn.relu(x @ w + bias)
+
+  text = jax.jit(jaxgemm.accelerate(function)).lower(x, w, bias).compile().as_text()
+  assert "attention" in text
+
+
+@pytest.mark.parametrize("captured", ["in an inner jit", "in a scan"])
+def test_captured_arrays(captured, rng):
+  x, w = drawn(((16, 16), (16, 16)), rng)
+  matrix = np.asarray(w)
+  if captured == "in an inner jit":
+    function = lambda x: jax.jit(lambda x: x @ matrix)(x)
+  else:
+    function = lambda x: lax.scan(lambda c, _: (c @ matrix, None), x, None, length=2)[0]
+  with jax.default_matmul_precision("highest"):
+    agree(jax.jit(jaxgemm.accelerate(function))(x), jax.jit(function)(x))
+  assert not count_primitives(jaxgemm.accelerate(function), x)["dot_general"]
+
+
+def test_memory_spaces_stay(rng):
+  x, w = drawn(((16, 16), (16, 16)), rng)
+  device, host = jax.memory.Space.Device, jax.memory.Space.Host
+
+  def function(x, w):
+    inner = jax.jit(lambda h: (jax.device_put(h, device) @ w, h))
+    return inner(jax.device_put(x, host))
+
+  wanted, found = (
+      jax.make_jaxpr(f)(x, w).out_avals for f in (function, jaxgemm.accelerate(function))
+  )
+  assert [a.memory_space for a in found] == [a.memory_space for a in wanted]
+
+
+def products_of(function, *operands) -> int:
+  counts = count_primitives(function, *operands)
+  return sum(counts[name] for name in ("dot_general", "jaxgemm", "jaxgemm_linear"))
+
+
+@pytest.mark.parametrize(
+    ("policy", "batch"),
+    [("dots_saveable", False), ("dots_with_no_batch_dims_saveable", False),
+     ("dots_with_no_batch_dims_saveable", True), ("nothing_saveable", False)],
+)
+def test_checkpoint_policies_know_ours(policy, batch, rng):
+  shape = (3, 16, 16) if batch else (16, 16)
+  x, w = drawn((shape, shape), rng)
+  multiply = functools.partial(jnp.einsum, "bij,bjk->bik") if batch else jnp.matmul
+  layer = jax.checkpoint(
+      lambda c, w: jnp.sin(multiply(jnp.sin(multiply(c, w)), w)),
+      policy=getattr(jax.checkpoint_policies, policy),
+  )
+  loss = lambda x, w: jnp.sum(layer(layer(x, w), w))
+  wanted = products_of(jax.grad(loss), x, w)
+  assert products_of(jax.grad(jaxgemm.accelerate(loss)), x, w) == wanted
+  assert products_of(jaxgemm.accelerate(jax.grad(loss)), x, w) == wanted
 
 
 def test_kernels_that_are_named_stay(rng):

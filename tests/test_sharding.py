@@ -494,3 +494,34 @@ def test_c_may_lie_in_another_way_than_the_result(run, of_c, rng):
     for one, operand, want in zip(found, operands, wanted, strict=True):
       assert jax.typeof(one) == jax.typeof(operand)
       np.testing.assert_allclose(one, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("multiply", [jnp.matmul, jaxgemm.matmul])
+def test_accelerate_keeps_types_on_explicit_meshes(multiply, rng):
+  """And values: what lies in another way is not fused, nor XLA's products ours."""
+  mesh = _mesh(AxisType.Explicit)
+  with jax.set_mesh(mesh):
+    w = jax.device_put(normal(rng, 64, 64), NamedSharding(mesh, P()))
+    r = jax.device_put(normal(rng, 64, 64), NamedSharding(mesh, P(None, "x")))
+    function = lambda w, r: multiply(w, w) + r
+    accelerated = jaxgemm.accelerate(function)
+    found, wanted = (jax.jit(f).eval_shape(w, r) for f in (accelerated, function))
+    assert found.sharding == wanted.sharding
+    with jax.default_matmul_precision("highest"):
+      found, wanted = (jax.jit(f)(w, r) for f in (accelerated, function))
+  np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_accelerate_gathers_nothing(rng):
+  """A layer under jit, its weights cut in columns, then in rows: one sum, as XLA's."""
+  mesh = _mesh(shape=(4,))
+  x, up, down = (normal(rng, *s) for s in ((64, 128), (128, 256), (256, 128)))
+  layer = lambda x, up, down: x + jax.nn.silu(x @ up) @ down
+  cut = [P(), P(None, "x"), P("x")]
+  operands = [
+      jax.device_put(a, NamedSharding(mesh, spec))
+      for a, spec in zip((x, up, down), cut, strict=True)
+  ]
+  with jaxgemm.emulate(), jax.default_matmul_precision("highest"):
+    found = _collectives(jaxgemm.accelerate(layer), *operands)
+  assert found == _collectives(layer, *operands)

@@ -133,6 +133,25 @@ def test_the_permutation():
   assert compat.transposition(np.ones((2, 3)).T) is None
 
 
+def test_what_is_transposed_outside_of_a_loop_stays(rng):
+  """Else each of its rounds would transpose it back."""
+  x, w = (jax.ShapeDtypeStruct((256, 256), "bfloat16") for _ in range(2))
+
+  def function(x, w):
+    turned = w.T
+    step = lambda c, _: (jaxgemm.matmul(c, turned), None)
+    return lax.scan(step, x, None, length=3)[0]
+
+  (loop,) = (
+      equation for equation in jax.make_jaxpr(function)(x, w).eqns
+      if equation.primitive.name == "scan"
+  )
+  within = [e.primitive.name for e in equations(loop.params["jaxpr"].jaxpr)]
+  assert "jaxgemm" in within and "transpose" not in within
+  plans = layouts(function, x.shape, w.shape)
+  assert plans == ["kn"]
+
+
 # -- Converted operands ------------------------------------------------------------
 
 CONVERSIONS = {
