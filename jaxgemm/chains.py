@@ -36,6 +36,7 @@ class Chain:
 
   Attributes:
     last: the index of the equation that ends it, whose result is the chain's.
+    taken: the indices of all its equations.
     product, axes: what it is a product of, and the labels of the axes.
     exchanged: whether the operands change places, as the result is transposed.
     bias, term: what is added, each a variable, of which any may be absent.
@@ -44,6 +45,7 @@ class Chain:
   """
 
   last: int
+  taken: frozenset[int]
   product: Product
   axes: tuple[Axes, Axes, Axes]
   exchanged: bool = False
@@ -87,12 +89,12 @@ class Fusion:
 
     What is part of a chain is computed at its end.
     """
-    ends, found = {}, {}
-    for last, (first, _) in self.chains.items():
-      ends |= dict.fromkeys(range(first, last + 1), last)
+    chains = [chain for _, chain in self.chains.values()]
+    end = {index: chain.last for chain in chains for index in chain.taken}
+    found: dict[int, list[Var]] = {}
     for x, indices in self._users.items():
       if None not in indices:
-        found.setdefault(max(ends.get(i, i) for i in indices), []).append(x)
+        found.setdefault(max(end.get(i, i) for i in indices), []).append(x)
     return found
 
   def _grow(self, first: int, chain: Chain) -> None:
@@ -100,20 +102,15 @@ class Fusion:
 
     That is another kernel's, which reads half of the bytes.
     """
-    widest = jnp.dtype(chain.product.out_dtype).itemsize
-    taken: set[int] = set()
-    best, within = chain, set()
-    while (found := self._longer(chain, first)) is not None:
-      longer, equations = found
-      taken |= {chain.last, *equations} - {longer.last}
+    best, widest = chain, jnp.dtype(chain.product.out_dtype).itemsize
+    while (longer := self._longer(chain, first)) is not None:
       chain = longer
       if jnp.dtype(chain.product.out_dtype).itemsize <= widest:
-        best, within = chain, set(taken)
-    self.within |= within
+        best = chain
     self.chains[best.last] = first, best
+    self.within |= best.taken - {best.last}
 
-  def _longer(self, chain: Chain, first: int) -> tuple[Chain, set[int]] | None:
-    """A longer chain, and the equations that make it so."""
+  def _longer(self, chain: Chain, first: int) -> Chain | None:
     (out,) = self._equations[chain.last].outvars
     following = set(self._users.get(out, [None]))
     if None in following or following & (self.chains.keys() | self.within):
@@ -123,12 +120,11 @@ class Fusion:
     context = self._equations[first].ctx  # Of which XLA's metadata are a part.
     if any(self._equations[index].ctx != context for index in following):
       return None
+    longer = None
     if len(self._users[out]) == 1:
       (index,) = following
       longer = _longer(chain, out, index, self._equations[index], self._made_by)
-      if longer is not None:
-        return longer, following
-    return _activated(chain, out, self._equations, self._users)
+    return longer or _activated(chain, out, self._equations, self._users)
 
   def _gate(self, last: int) -> None:
     """Makes one chain of two, if this one's result multiplies another product of lhs."""
@@ -151,7 +147,6 @@ class Fusion:
     contexts = [self._equations[i].ctx for i in (first, beginning, index)]
     if gated is not None and contexts == contexts[:1] * 3:
       del self.chains[last], self.chains[second]
-      self.within |= {last, second}
       self._grow(first, gated)
 
 
@@ -183,7 +178,8 @@ def _begun(index: int, equation: JaxprEqn) -> Chain | None:
     if product.beta or named or product.out_sharding is not None:
       return None
     groups = dims.lhs, dims.rhs, dims.out
-    return Chain(index, product, tuple(tuple(dims.names(each)) for each in groups))
+    axes = tuple(tuple(dims.names(each)) for each in groups)
+    return Chain(index, frozenset([index]), product, axes)
   if equation.primitive is not primitives.dot_general_p:
     return None
   lhs, rhs = (x.aval for x in equation.invars)
@@ -198,7 +194,7 @@ def _begun(index: int, equation: JaxprEqn) -> Chain | None:
   if reason:
     return None
   axes = label_axes(lhs.ndim, rhs.ndim, params["dimension_numbers"])
-  return Chain(index, product, axes)
+  return Chain(index, frozenset([index]), product, axes)
 
 
 def _longer(
@@ -218,7 +214,8 @@ def _longer(
     return None  # What was rounded on the way stays so.
   product = product.replace(out_dtype=result.dtype.name)
   changed = functools.partial(
-      dataclasses.replace, chain, last=index, narrowed=chain.narrowed or narrower
+      dataclasses.replace, chain, last=index, taken=chain.taken | {index},
+      narrowed=chain.narrowed or narrower,
   )
   if name == "convert_element_type":
     return changed(product=product)
@@ -259,7 +256,8 @@ def _transposed(
   if out and out[0] in rhs and out[0] not in lhs:  # Columns first: they are rows.
     lhs, rhs, product, exchanged = rhs, lhs, product.exchanged, not exchanged
   return dataclasses.replace(
-      chain, last=index, product=product, axes=(lhs, rhs, out), exchanged=exchanged
+      chain, last=index, taken=chain.taken | {index}, product=product,
+      axes=(lhs, rhs, out), exchanged=exchanged,
   )
 
 
@@ -279,13 +277,16 @@ def _gated(
   if result.dtype.name not in _FLOATS or result.weak_type:
     return None
   facts = facts.replace(gated=True, out_dtype=result.dtype.name)
-  return dataclasses.replace(chain, last=last, product=facts, up=up.invars[1])
+  taken = chain.taken | other.taken | {last}
+  return dataclasses.replace(
+      chain, last=last, taken=taken, product=facts, up=up.invars[1]
+  )
 
 
 def _activated(
     chain: Chain, out: Var, equations: Sequence[JaxprEqn], users: _Users
-) -> tuple[Chain, set[int]] | None:
-  """The chain with an activation of its result, and the equations that compute that."""
+) -> Chain | None:
+  """The chain with an activation of its result."""
   product = chain.product
   if product.activation != NONE or chain.term is not None or not _is_matrix(chain.axes):
     return None
@@ -294,7 +295,9 @@ def _activated(
     return None
   name, indices = found
   product = product.replace(activation=name)
-  return dataclasses.replace(chain, last=indices[-1], product=product), set(indices)
+  return dataclasses.replace(
+      chain, last=indices[-1], taken=chain.taken.union(indices), product=product
+  )
 
 
 def _number(x) -> float | None:

@@ -328,6 +328,23 @@ def test_kernels_that_are_named_stay(rng):
   assert counts["jaxgemm"] == 1 and counts["custom_jvp_call"] == 1
 
 
+def test_overlapping_chains_computed_at_once(rng):
+  """Without jit, arrays are let go once nothing needs them, and not before."""
+  x, w, v, bias = drawn(((8, 16), W, W, BIAS), rng)
+
+  def function(x, w, v, bias):
+    up = jnp.sin(x) @ v
+    one, other = x @ w, x @ v
+    moved = up * 2 + jnp.cos(bias)
+    gate = jax.nn.silu(one)
+    return gate * other + moved, jnp.tanh(x @ w.at[0].set(1.0) + jnp.sin(bias))
+
+  with jax.default_matmul_precision("highest"):
+    wanted = function(x, w, v, bias)
+    for wrap in (jax.jit, lambda f: f):
+      agree(wrap(jaxgemm.accelerate(function))(x, w, v, bias), wanted)
+
+
 def test_trees_names_and_nothing(rng):
   x, w = drawn(((8, 16), W), rng)
 
