@@ -91,10 +91,15 @@ class Fusion:
     """
     chains = [chain for _, chain in self.chains.values()]
     end = {index: chain.last for chain in chains for index in chain.taken}
+    # A bias is what was broadcast, of which nothing else knows that the chain wants it.
+    biases: dict[Var | None, int] = {}
+    for chain in chains:
+      biases[chain.bias] = max(biases.get(chain.bias, 0), chain.last)
     found: dict[int, list[Var]] = {}
     for x, indices in self._users.items():
       if None not in indices:
-        found.setdefault(max(end.get(i, i) for i in indices), []).append(x)
+        last = max(biases.get(x, 0), *(end.get(i, i) for i in indices))
+        found.setdefault(last, []).append(x)
     return found
 
   def _grow(self, first: int, chain: Chain) -> None:

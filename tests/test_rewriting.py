@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 
 import jax
 from jax import lax
@@ -337,7 +338,8 @@ def test_overlapping_chains_computed_at_once(rng):
     one, other = x @ w, x @ v
     moved = up * 2 + jnp.cos(bias)
     gate = jax.nn.silu(one)
-    return gate * other + moved, jnp.tanh(x @ w.at[0].set(1.0) + jnp.sin(bias))
+    last = jnp.tanh(x @ w.at[0].set(1.0) + jnp.broadcast_to(jnp.sin(bias), one.shape))
+    return gate * other + moved, last
 
   with jax.default_matmul_precision("highest"):
     wanted = function(x, w, v, bias)
@@ -368,6 +370,44 @@ def test_more_exact_than_apart(rng):
     found = jax.jit(jaxgemm.accelerate(layer))(x, w, bias)
   error = reference.relative_error(found, exact)
   assert error < reference.relative_error(jax.jit(layer)(x, w, bias), exact)
+
+
+_STEPS = (
+    lambda x, y, v: 0.5 * (x @ y), lambda x, y, v: x @ y, lambda x, y, v: x @ y.T,
+    lambda x, y, v: x.T, lambda x, y, v: x + y, lambda x, y, v: y + x,
+    lambda x, y, v: x + v, lambda x, y, v: x + v[:, None],
+    lambda x, y, v: x + jnp.broadcast_to(v, x.shape), lambda x, y, v: -x,
+    lambda x, y, v: x / 3, lambda x, y, v: x * y, lambda x, y, v: jax.nn.silu(x),
+    lambda x, y, v: jax.nn.gelu(x), lambda x, y, v: jnp.tanh(x),
+    lambda x, y, v: jax.nn.relu(x), lambda x, y, v: jnp.einsum("ij,kj->ki", x, y) + v,
+)
+
+
+def drawn_program(seed: int):
+  """Of two matrices and a vector: some steps, each mostly of what the last one gave."""
+
+  def function(a, b, v):
+    draw, found = random.Random(seed), [a, b]
+    for _ in range(draw.randrange(3, 14)):
+      x = found[-1] if draw.random() < 0.75 else draw.choice(found)
+      found.append(draw.choice(_STEPS)(x, draw.choice(found), v))
+    return found[-1], draw.choice(found)
+
+  return function
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("first", range(0, 40, 10))
+def test_drawn_programs(first, size, rng):
+  shapes = (size, size), (size, size), (size,)
+  operands = [x / 2 for x in drawn(shapes, rng)]
+  with jax.default_matmul_precision("highest"):
+    for seed in range(first, first + 10):
+      function = drawn_program(seed)
+      wanted = function(*operands)
+      for wrap in (jax.jit, lambda f: f):
+        agree(wrap(jaxgemm.accelerate(function))(*operands), wanted, 2e-4)
 
 
 @pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
