@@ -20,7 +20,7 @@ from jax.extend import core
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, primitives
 import jax.numpy as jnp
 
-from jaxgemm.api import product_of
+from jaxgemm.calls import product_of
 from jaxgemm.dims import Axes, label_axes
 from jaxgemm.primitive import gemm_p
 from jaxgemm.product import Product

@@ -19,7 +19,6 @@ from jax import lax
 from jax.extend import core
 import jax.numpy as jnp
 
-from jaxgemm.api import contract, named_kernel, product_of
 from jaxgemm.arguments import (
   as_array,
   as_factor,
@@ -28,6 +27,7 @@ from jaxgemm.arguments import (
   check_real,
   times,
 )
+from jaxgemm.calls import contract, named_kernel, product_of
 from jaxgemm.dims import Axes
 from jaxgemm.lowering import along_columns
 from jaxgemm.product import Product

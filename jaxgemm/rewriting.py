@@ -24,7 +24,7 @@ from jax.extend import core
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, primitives
 import jax.numpy as jnp
 
-from jaxgemm.api import contract
+from jaxgemm.calls import contract
 from jaxgemm.chains import Chain, Fusion, is_plain
 from jaxgemm.checkpoint_policies import knowing_ours
 from jaxgemm.primitive import gemm_p
@@ -60,9 +60,15 @@ def accelerate[**P, R](fun: Callable[P, R]) -> Callable[P, R]:
       by functools.partial.
   Returns: a function of the same arguments that gives the same to rounding: to be jitted,
     differentiated and mapped as `fun` is.
-  Raises: whatever `fun` does, when it is traced.
+  Raises:
+    TypeError: `fun` is none; and whatever `fun` raises when it is traced.
   Example: step = jax.jit(jaxgemm.accelerate(step))
   """
+
+  if not callable(fun):
+    raise TypeError(
+        f"accelerate: fun is of type {type(fun).__name__}; it must be a function"
+    )
 
   @functools.wraps(fun)
   def accelerated(*args: P.args, **kwargs: P.kwargs) -> R:

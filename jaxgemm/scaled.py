@@ -17,8 +17,9 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jaxgemm.api import matmul, named_kernel
+from jaxgemm.api import matmul
 from jaxgemm.arguments import as_array, as_dtype, check_real
+from jaxgemm.calls import named_kernel
 from jaxgemm.contexts import Target, current_target, is_batch_invariant, restored
 from jaxgemm.primitive import explicit
 from jaxgemm.quantisation import (

@@ -456,6 +456,9 @@ OF_8_BITS: dict[str, Case] = {
 }
 
 OF_PLANS: dict[str, Case] = {
+    "accelerate: an array": (
+        lambda: jaxgemm.accelerate(A), TypeError,
+        "accelerate: fun is of type .*; it must be a function"),
     "explain: a list": (
         explain([[1.0]], A), TypeError,
         "explain: a is of type list; it must be an array, or have a shape and a dtype"),

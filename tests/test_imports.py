@@ -32,6 +32,7 @@ LAYERS = (
     ("primitive", "cotangents"),
     ("gradients", "scaled_product"),
     ("fused",),
+    ("calls",),
     ("api", "autotune"),
     ("scaled", "layers", "einsums"),
     ("losses", "mlp", "chains"),
