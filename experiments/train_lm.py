@@ -102,8 +102,8 @@ _VOCABULARY = flags.DEFINE_integer(
 _ACCELERATED = "accelerated"
 _IMPLEMENTATION = flags.DEFINE_multi_enum(
     "implementation", ["xla", "jaxgemm"], ["xla", "jaxgemm", _ACCELERATED],
-    "Whose products to train on, in turns; may be repeated. The last is the step of the"
-    " first under jaxgemm.accelerate.",
+    "Whose products to train on, in turns; may be repeated. An accelerated step is XLA's"
+    " under jaxgemm.accelerate.",
 )
 
 _MODEL = flags.DEFINE_enum(

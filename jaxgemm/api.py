@@ -24,8 +24,8 @@ from jaxgemm.arguments import (
   check_real,
   times,
 )
-from jaxgemm.calls import contract, named_kernel, out_dtype_of, product_of
 from jaxgemm.contexts import device_of
+from jaxgemm.contraction import contract, named_kernel, out_dtype_of, product_of
 from jaxgemm.dims import (
   Axes,
   DimensionNumbers,

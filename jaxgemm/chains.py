@@ -1,7 +1,7 @@
 """What a kernel can compute of a jaxpr: a product, and the equations behind it.
 
   begun     dot_general, or one of our products
-  longer    a factor, a bias, another term, a conversion, a transposition
+  followed  a factor, a bias, c, a conversion, a transposition
   activated one of our activations, however many equations that is
   gated     the product of that and of another product of the same lhs
 
@@ -10,7 +10,7 @@ A chain takes an equation only if nothing else wants what enters it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 import math
@@ -20,7 +20,7 @@ from jax.extend import core
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, primitives
 import jax.numpy as jnp
 
-from jaxgemm.calls import product_of
+from jaxgemm.contraction import product_of
 from jaxgemm.dims import Axes, label_axes
 from jaxgemm.primitive import gemm_p
 from jaxgemm.product import Product
@@ -28,29 +28,32 @@ from pallas_kernels.problem import NONE
 
 _FLOATS = "float16", "bfloat16", "float32"  # Of operands, and of what is fused.
 _Users = dict[Var, list[int | None]]  # Of a variable: equations, None for the results.
+_Maker = Callable[[Var], JaxprEqn | None]  # Of a variable: the equation.
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Chain:
   """A product and the equations behind it that its kernel can compute.
 
   Attributes:
-    last: the index of the equation that ends it, whose result is the chain's.
+    first: the index of the product's equation.
+    last: that of the equation that ends it, whose result is the chain's.
     taken: the indices of all its equations.
     product, axes: what it is a product of, and the labels of the axes.
     exchanged: whether the operands change places, as the result is transposed.
-    bias, term: what is added, each a variable, of which any may be absent.
+    bias, c: what is added, each a variable, of which any may be absent.
     narrowed: whether a conversion has rounded what the product gave.
     up: the rhs of a second product, that the activation of the first is a factor of.
   """
 
+  first: int
   last: int
   taken: frozenset[int]
   product: Product
   axes: tuple[Axes, Axes, Axes]
   exchanged: bool = False
   bias: Var | None = None
-  term: Var | None = None
+  c: Var | None = None
   up: Var | None = None
   narrowed: bool = False
 
@@ -59,27 +62,26 @@ class Fusion:
   """The chains of a jaxpr.
 
   Attributes:
-    chains: each by the index that ends it, with that of its product.
+    chains: each by the index that ends it.
     within: the indices of all other equations that chains compute.
   """
 
   def __init__(self, jaxpr: Jaxpr):
-    self.chains: dict[int, tuple[int, Chain]] = {}
+    self.chains: dict[int, Chain] = {}
     self.within: set[int] = set()
     self._equations, self._users = jaxpr.eqns, _users(jaxpr)
     self._made_at = {
         x: index for index, equation in enumerate(jaxpr.eqns) for x in equation.outvars
     }
-    self._made_by = {x: jaxpr.eqns[index] for x, index in self._made_at.items()}
     # From the last one on: a sum of two products is the later one's.
     for first, equation in reversed(list(enumerate(jaxpr.eqns))):
       chain = _begun(first, equation)
       if chain is None:
         continue
       if all(x.aval.dtype.name in _FLOATS for x in equation.invars):
-        self._grow(first, chain)
+        self._grow(chain)
       else:
-        self.chains[first] = first, chain
+        self.chains[first] = chain
     for last in sorted(self.chains):
       if last in self.chains:
         self._gate(last)
@@ -89,7 +91,7 @@ class Fusion:
 
     What is part of a chain is computed at its end.
     """
-    chains = [chain for _, chain in self.chains.values()]
+    chains = self.chains.values()
     end = {index: chain.last for chain in chains for index in chain.taken}
     # A bias is what was broadcast, of which nothing else knows that the chain wants it.
     biases: dict[Var | None, int] = {}
@@ -102,38 +104,39 @@ class Fusion:
         found.setdefault(last, []).append(x)
     return found
 
-  def _grow(self, first: int, chain: Chain) -> None:
+  def _grow(self, chain: Chain) -> None:
     """Adds the chain with all that it can take, but for widening its result at last.
 
     That is another kernel's, which reads half of the bytes.
     """
     best, widest = chain, jnp.dtype(chain.product.out_dtype).itemsize
-    while (longer := self._longer(chain, first)) is not None:
+    while (longer := self._longer(chain)) is not None:
       chain = longer
       if jnp.dtype(chain.product.out_dtype).itemsize <= widest:
         best = chain
-    self.chains[best.last] = first, best
+    self.chains[best.last] = best
     self.within |= best.taken - {best.last}
 
-  def _longer(self, chain: Chain, first: int) -> Chain | None:
+  def _longer(self, chain: Chain) -> Chain | None:
+    """The chain with what follows it, if the kernel can compute that."""
     (out,) = self._equations[chain.last].outvars
     following = set(self._users.get(out, [None]))
     if None in following or following & (self.chains.keys() | self.within):
       return None
     if chain.product.out_dtype not in _FLOATS or out.aval.weak_type:
       return None
-    context = self._equations[first].ctx  # Of which XLA's metadata are a part.
+    context = self._equations[chain.first].ctx  # Of which XLA's metadata are a part.
     if any(self._equations[index].ctx != context for index in following):
       return None
     longer = None
     if len(self._users[out]) == 1:
       (index,) = following
-      longer = _longer(chain, out, index, self._equations[index], self._made_by)
+      longer = _followed(chain, out, index, self._equations[index], self._maker)
     return longer or _activated(chain, out, self._equations, self._users)
 
   def _gate(self, last: int) -> None:
     """Makes one chain of two, if this one's result multiplies another product of lhs."""
-    first, chain = self.chains[last]
+    chain = self.chains[last]
     out = self._equations[last].outvars[0]
     if len(self._users.get(out, ())) != 1 or self._users[out] == [None]:
       return
@@ -145,14 +148,17 @@ class Fusion:
     second = self._made_at.get(others[0])
     if second not in self.chains or self._users[others[0]] != [index]:
       return
-    beginning, other = self.chains[second]
-    gated = _gated(
-        chain, other, *(self._equations[i] for i in (first, beginning, index)), index
-    )
-    contexts = [self._equations[i].ctx for i in (first, beginning, index)]
-    if gated is not None and contexts == contexts[:1] * 3:
+    other = self.chains[second]
+    three = [self._equations[i] for i in (chain.first, other.first, index)]
+    gated = _gated(chain, other, *three, index)
+    if gated is not None and all(each.ctx == three[0].ctx for each in three):
       del self.chains[last], self.chains[second]
-      self._grow(first, gated)
+      self._grow(gated)
+
+  def _maker(self, x: Var) -> JaxprEqn | None:
+    """The equation whose result x is."""
+    index = self._made_at.get(x)
+    return None if index is None else self._equations[index]
 
 
 def is_plain(aval) -> bool:
@@ -184,7 +190,7 @@ def _begun(index: int, equation: JaxprEqn) -> Chain | None:
       return None
     groups = dims.lhs, dims.rhs, dims.out
     axes = tuple(tuple(dims.names(each)) for each in groups)
-    return Chain(index, frozenset([index]), product, axes)
+    return Chain(index, index, frozenset([index]), product, axes)
   if equation.primitive is not primitives.dot_general_p:
     return None
   lhs, rhs = (x.aval for x in equation.invars)
@@ -199,11 +205,11 @@ def _begun(index: int, equation: JaxprEqn) -> Chain | None:
   if reason:
     return None
   axes = label_axes(lhs.ndim, rhs.ndim, params["dimension_numbers"])
-  return Chain(index, frozenset([index]), product, axes)
+  return Chain(index, index, frozenset([index]), product, axes)
 
 
-def _longer(
-    chain: Chain, out: Var, index: int, equation: JaxprEqn, made_by
+def _followed(
+    chain: Chain, out: Var, index: int, equation: JaxprEqn, maker: _Maker
 ) -> Chain | None:
   """The chain with the equation that takes its result `out`, if the kernel can."""
   product = chain.product
@@ -225,7 +231,7 @@ def _longer(
   if name == "convert_element_type":
     return changed(product=product)
   others = [x for x in equation.invars if x is not out]
-  is_first = not (product.has_bias or chain.term or product.activation != NONE)
+  is_first = not (product.has_bias or chain.c or product.activation != NONE)
   if name in ("mul", "div") and is_first and len(others) == 1:
     number = _number(others[0])
     if number is None or name == "div" and equation.invars[0] is not out:
@@ -239,12 +245,11 @@ def _longer(
     if other.aval.dtype.name not in _FLOATS or other.aval.weak_type:
       return None
     free = chain.bias is None and product.activation == NONE
-    bias = _bias(other, chain, out.aval.shape, made_by) if free else None
+    bias = _bias(other, chain, out.aval.shape, maker) if free else None
     if bias is not None:
       return changed(product=product.replace(has_bias=True), bias=bias)
-    if other.aval.shape == out.aval.shape and chain.term is None:
-      return changed(product=product.replace(beta=1.0), term=other)
-    return None
+    if other.aval.shape == out.aval.shape and chain.c is None:
+      return changed(product=product.replace(beta=1.0), c=other)
   return None
 
 
@@ -253,7 +258,7 @@ def _transposed(
 ) -> Chain | None:
   """The chain whose result lies in another way, as gradients of weights do."""
   product, (lhs, rhs, out) = chain.product, chain.axes
-  if product.has_bias or product.activation != NONE or chain.term is not None:
+  if product.has_bias or product.activation != NONE or chain.c is not None:
     return None
   if not is_plain(result.aval):
     return None
@@ -275,7 +280,7 @@ def _gated(
   plain = facts.replace(activation=NONE, out_dtype=other.product.out_dtype)
   if facts.activation == NONE or plain != other.product or chain.axes != other.axes:
     return None
-  alone = not (facts.has_bias or facts.gated or chain.term) and facts.alpha == 1.0
+  alone = not (facts.has_bias or facts.gated or chain.c) and facts.alpha == 1.0
   same_lhs = gate.invars[0] is up.invars[0] and not (chain.exchanged or other.exchanged)
   if not alone or not same_lhs or gate.invars[1].aval.shape != up.invars[1].aval.shape:
     return None
@@ -293,7 +298,7 @@ def _activated(
 ) -> Chain | None:
   """The chain with an activation of its result."""
   product = chain.product
-  if product.activation != NONE or chain.term is not None or not _is_matrix(chain.axes):
+  if product.activation != NONE or chain.c is not None or not _is_matrix(chain.axes):
     return None
   found = _activation(out, equations, users)
   if found is None:
@@ -323,7 +328,7 @@ def _is_matrix(axes: tuple[Axes, Axes, Axes]) -> bool:
   )
 
 
-def _bias(x: Var, chain: Chain, shape: tuple[int, ...], made_by) -> Var | None:
+def _bias(x: Var, chain: Chain, shape: tuple[int, ...], maker: _Maker) -> Var | None:
   """What is the same in each row of x, which is added to a result of that shape."""
   lhs, rhs, _ = chain.axes
   rank = len([axis for axis in rhs if axis not in lhs])
@@ -334,7 +339,7 @@ def _bias(x: Var, chain: Chain, shape: tuple[int, ...], made_by) -> Var | None:
   while x.aval.ndim == len(shape) and x.aval.shape[rows:] == cols:
     if math.prod(x.aval.shape[:rows]) == 1 < math.prod(shape[:rows]):
       return x
-    equation = made_by.get(x)
+    equation = maker(x)
     if equation is None or equation.primitive.name != "broadcast_in_dim":
       return None
     before, mapped = equation.invars[0], equation.params["broadcast_dimensions"]

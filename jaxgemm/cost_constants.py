@@ -70,7 +70,7 @@ class Model:
   fill_energy: float = 12.6  # The same, of an element on its way into shared memory.
   memory: float = 1.09  # Share of the bandwidth that a product reaches, of a copy's.
   tail: float = 1.68  # Of a tile that some SMs have more than others, beside the memory.
-  many_rows: float = 0.02  # The same, of k-major rows of a tile beyond 64, by doubling.
+  many_rows: float = 0.02  # What it loses by each doubling of a tile's k-major rows.
   apart: float = 0.235  # What the memory loses where k is split: rows far apart.
   reduce: float = 1.61  # Launch of the kernel that adds the parts of split-k.
   reduce_rate: float = 4.87e6  # Its bytes, out of the L2; of the whole chip.

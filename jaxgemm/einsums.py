@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from opt_einsum.parser import parse_einsum_input  # Which JAX's own einsum needs.
 
 from jaxgemm.api import dot_general
-from jaxgemm.calls import contract, named_kernel, product_of
+from jaxgemm.contraction import contract, named_kernel, product_of
 from jaxgemm.dims import Axes
 from pallas_kernels.problem import Config
 

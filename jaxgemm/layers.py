@@ -27,7 +27,7 @@ from jaxgemm.arguments import (
   check_real,
   times,
 )
-from jaxgemm.calls import contract, named_kernel, product_of
+from jaxgemm.contraction import contract, named_kernel, product_of
 from jaxgemm.dims import Axes
 from jaxgemm.lowering import along_columns
 from jaxgemm.product import Product

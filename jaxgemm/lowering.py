@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -13,11 +12,10 @@ from jax import lax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxgemm import forms, heuristics, xla_times
+from jaxgemm import forms
 from jaxgemm import plan as plans
 from jaxgemm.contexts import device_of, emulates
-from jaxgemm.cost_constants import MODEL
-from jaxgemm.device import Device, supported
+from jaxgemm.device import Device
 from jaxgemm.launch import run
 from jaxgemm.precision import for_xla
 from jaxgemm.product import Product
@@ -172,8 +170,10 @@ def local_problem(product: Product, *operands) -> Problem:
 
 def planned(product: Product, problem: Problem, device: Device | None) -> plans.Plan:
   """The plan of a product that is this problem, in the form that is planned of it."""
-  if any(product.converted) and (reason := _converts(product, problem, device)):
-    return plans.Plan("xla", None, "heuristic", reason, problem)
+  if any(product.converted) and not product.batch_invariant:
+    converting = plans.xla_converts(problem, product.converted, device)
+    if converting is not None:
+      return converting
   form = forms.form(problem, device) if product.plans_form else problem
   make_plan = functools.partial(
       plans.make_plan, device=device, implementation=product.implementation,
@@ -190,27 +190,6 @@ def planned(product: Product, problem: Problem, device: Device | None) -> plans.
   moved = ", ".join(forms.transposed_bytes(problem.canonical)) or "nothing"
   why = f"{plan.reason}; one product of all {problem.batch}, for which XLA transposes"
   return dataclasses.replace(plan, reason=f"{why} {moved}")
-
-
-def _converts(product: Product, problem: Problem, device: Device | None) -> str | None:
-  """Why XLA is faster, if it is because it converts an operand within its kernel.
-
-  Which saves a pass over it, of a matrix that few rows of another multiply: weights in 8
-  bits, or in float32.
-  """
-  if product.batch_invariant or problem.itemsize != 2 or not supported(device):
-    return None
-  operands = {"lhs": problem.lhs_shape, "rhs": problem.rhs_shape}
-  name = max(operands, key=lambda name: math.prod(operands[name]))
-  itemsize = dict(zip(operands, product.converted, strict=True))[name]
-  found = heuristics.candidates(problem.canonical, device)
-  if not itemsize or not found:
-    return None
-  moved = math.prod(operands[name]) * (itemsize + problem.itemsize)
-  ours = found[0].time_us + MODEL.pass_launch + moved / MODEL.pass_rate
-  if xla_times.converting(problem, product.converted, device) > 0.95 * ours:
-    return None
-  return f"it converts {name} within its kernel"
 
 
 def local_product(product: Product, *operands):

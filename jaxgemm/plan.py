@@ -9,9 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 import dataclasses
 import functools
+import math
 from typing import Any
 
-from jaxgemm import heuristics, invariance, table, triton_heuristics, user_table
+from jaxgemm import (
+  heuristics,
+  invariance,
+  table,
+  triton_heuristics,
+  user_table,
+  xla_times,
+)
+from jaxgemm.cost_constants import MODEL
 from jaxgemm.device import Device, supported
 from jaxgemm.precision import ERRORS
 from pallas_kernels import KERNELS, gemv, tiles, triton
@@ -87,6 +96,35 @@ def make_plan(
         candidate.kernel, candidate.config, "heuristic", candidate.reason, problem
     )
   return Plan("xla", None, "fallback", "no kernel serves this problem", problem)
+
+
+def xla_converts(
+    problem: Problem, sources: tuple[int, int], device: Device | None
+) -> Plan | None:
+  """XLA's plan, if it is faster because it converts an operand within its own kernel.
+
+  Which saves a pass over a matrix that few rows of another multiply: weights in 8 bits,
+  or in float32.
+
+  Args:
+    problem: of the operands once they are converted.
+    sources: bytes an element of what lhs and rhs are converted from; 0: they are not.
+    device: where.
+  """
+  empty = not (problem.batch and problem.m and problem.n and problem.k)
+  if empty or problem.itemsize != 2 or not supported(device):
+    return None
+  sizes = {"lhs": math.prod(problem.lhs_shape), "rhs": math.prod(problem.rhs_shape)}
+  name = max(sizes, key=sizes.__getitem__)
+  itemsize = sources[list(sizes).index(name)]
+  found = heuristics.candidates(problem.canonical, device)
+  if not itemsize or not found:
+    return None
+  moved = sizes[name] * (itemsize + problem.itemsize)
+  ours = found[0].time_us + MODEL.pass_launch + moved / MODEL.pass_rate
+  if xla_times.converting(problem, sources, device) > 0.95 * ours:
+    return None
+  return Plan("xla", None, "heuristic", f"it converts {name} within its kernel", problem)
 
 
 def _invariant(

@@ -281,10 +281,10 @@ def _gradient_of_shared(ct, other, aval, index: int, product: Product):
   if out_sharding is not None:
     out_sharding = permuted(out_sharding, axes, _transposed_names(axes, folding.c_perm))
   out = _any_product(
-      tuple(map(_transposed, operands, perms)), folding.dims, aval.dtype.name,
+      tuple(map(transposed, operands, perms)), folding.dims, aval.dtype.name,
       out_sharding, product, None,
   )
-  return _transposed(out, folding.out_perm)
+  return transposed(out, folding.out_perm)
 
 
 def _any_product(
@@ -375,7 +375,7 @@ def _batch(operands, axes, *, product: Product):
   wanted = _inserted(out_names, out_axis)
   if c:
     c = [_with_axis(c[0], c_axis[0], out_axis, _axis_size(operands, axes))]
-    c = [_transposed(c[0], folding.c_perm)]
+    c = [transposed(c[0], folding.c_perm)]
   out_sharding = product.out_sharding
   if out_sharding is not None:
     axis, x = (lhs_axis, lhs) if lhs_axis is not None else (rhs_axis, rhs)
@@ -388,10 +388,10 @@ def _batch(operands, axes, *, product: Product):
   if folding.exchanged:
     lhs, rhs, product = rhs, lhs, product.exchanged
   out = bind(
-      _transposed(lhs, folding.lhs_perm), _transposed(rhs, folding.rhs_perm), *c,
+      transposed(lhs, folding.lhs_perm), transposed(rhs, folding.rhs_perm), *c,
       product=product.replace(dims=folding.dims, out_sharding=out_sharding),
   )
-  return _transposed(out, folding.out_perm), out_axis
+  return transposed(out, folding.out_perm), out_axis
 
 
 def _batch_of_c(lhs, rhs, c, axis, product: Product):
@@ -427,7 +427,8 @@ def _axis_size(operands, axes) -> int:
   return next(x.shape[a] for x, a in zip(operands, axes, strict=True) if a is not None)
 
 
-def _transposed(x, perm):
+def transposed(x, perm):
+  """lax.transpose, of which None is the permutation that moves nothing."""
   return x if perm is None else lax.transpose(x, perm)
 
 

@@ -6,7 +6,7 @@ of them, and cannot with ours. Where a model's code is not to be changed, its ja
 
   d = dot_general a b
   e = add d bias                ->  f = jaxgemm_linear a b bias; activation=relu
-  f = max e 0
+  f = relu e
 
 What follows is taken into the kernel as long as nothing else wants what is between. The
 sums and what follows are then float32, and rounded once.
@@ -24,9 +24,9 @@ from jax.extend import core
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, primitives
 import jax.numpy as jnp
 
-from jaxgemm.calls import contract
 from jaxgemm.chains import Chain, Fusion, is_plain
 from jaxgemm.checkpoint_policies import knowing_ours
+from jaxgemm.contraction import contract
 from jaxgemm.primitive import gemm_p
 from pallas_kernels import compat
 
@@ -64,7 +64,6 @@ def accelerate[**P, R](fun: Callable[P, R]) -> Callable[P, R]:
     TypeError: `fun` is none; and whatever `fun` raises when it is traced.
   Example: step = jax.jit(jaxgemm.accelerate(step))
   """
-
   if not callable(fun):
     raise TypeError(
         f"accelerate: fun is of type {type(fun).__name__}; it must be a function"
@@ -95,8 +94,8 @@ class _Rewriter:
       if index in fusion.within:
         continue
       if index in fusion.chains:
-        first, chain = fusion.chains[index]
-        product = jaxpr.eqns[first]
+        chain = fusion.chains[index]
+        product = jaxpr.eqns[chain.first]
         with compat.source_of(product):
           results = [_computed(product, chain, equation.outvars[0].aval, read)]
       else:
@@ -169,8 +168,8 @@ def _computed(equation: JaxprEqn, chain: Chain, aval, read) -> jax.Array:
   if chain.exchanged:
     lhs, rhs = rhs, lhs
   others = [] if chain.up is None else [read(chain.up)]
-  if chain.term is not None:
-    others.append(read(chain.term))
+  if chain.c is not None:
+    others.append(read(chain.c))
   if chain.bias is not None:
     cols = [axis for axis in chain.axes[1] if axis not in chain.axes[0]]
     shape = aval.shape[aval.ndim - len(cols) :]

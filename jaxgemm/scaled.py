@@ -19,8 +19,8 @@ import jax.numpy as jnp
 
 from jaxgemm.api import matmul
 from jaxgemm.arguments import as_array, as_dtype, check_real
-from jaxgemm.calls import named_kernel
 from jaxgemm.contexts import Target, current_target, is_batch_invariant, restored
+from jaxgemm.contraction import named_kernel
 from jaxgemm.primitive import explicit
 from jaxgemm.quantisation import (
   FLOAT8,

@@ -12,7 +12,15 @@ import numpy as np
 import pytest
 
 import jaxgemm
-from jaxgemm import calls, forms, heuristics, lowering, precision, primitive, reference
+from jaxgemm import (
+  contraction,
+  forms,
+  heuristics,
+  lowering,
+  precision,
+  primitive,
+  reference,
+)
 from jaxgemm.device import known_device
 from jaxgemm.dims import Dims
 from jaxgemm.recording import recording
@@ -109,7 +117,7 @@ def test_merged(shared, layouts, monkeypatch, rng):
   )
   dims = Dims(*groups, b=1)
   with jaxgemm.emulate():
-    product, _ = calls.product_of(lhs.dtype, rhs.dtype, None, None, None, None)
+    product, _ = contraction.product_of(lhs.dtype, rhs.dtype, None, None, None, None)
     found = primitive.bind(lhs, rhs, product=product.replace(dims=dims))
   jax.clear_caches()  # Of what was planned so.
   assert [plan.problem.batch for plan in plans] == [1] and plans[0].kernel != "xla"

@@ -32,7 +32,7 @@ LAYERS = (
     ("primitive", "cotangents"),
     ("gradients", "scaled_product"),
     ("fused",),
-    ("calls",),
+    ("contraction",),
     ("api", "autotune"),
     ("scaled", "layers", "einsums"),
     ("losses", "mlp", "chains"),

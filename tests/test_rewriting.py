@@ -110,7 +110,7 @@ def test_kernels(name, rng):
     found = jax.jit(jaxgemm.accelerate(function))(*operands)
   with jax.default_matmul_precision("highest"):
     wanted = function(*(x.astype("float32") for x in operands))
-  assert reference.relative_error(found, np.asarray(wanted, np.float64)) < 5e-3
+  assert reference.relative_error(found, np.asarray(wanted, np.float64)) < 3.4e-3
 
 
 @pytest.mark.parametrize("order", ["of gradients", "gradients of"])
@@ -356,7 +356,9 @@ def test_trees_names_and_nothing(rng):
 
   accelerated = jaxgemm.accelerate(function)
   assert (accelerated.__name__, accelerated.__doc__) == ("function", "What it does.")
-  agree(accelerated({"x": x, "w": w}, scale=x), function({"x": x, "w": w}, scale=x), 1e-2)
+  with jax.default_matmul_precision("highest"):
+    wanted = function({"x": x, "w": w}, scale=x)
+    agree(accelerated({"x": x, "w": w}, scale=x), wanted)
 
 
 def test_more_exact_than_apart(rng):
@@ -426,7 +428,9 @@ def test_on_the_chip(gradients, rng):
   step = jax.jit(jaxgemm.accelerate(function))
   with jax.default_matmul_precision("highest"):
     wanted = jax.jit(function)(*(a.astype("float32") for a in operands))
-  found = step(*operands)
-  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-    assert reference.relative_error(a, np.asarray(b, np.float64)) < 1e-2
+  results = (step(*operands), jax.jit(function)(*operands), wanted)
+  for ours, theirs, exact in zip(*map(jax.tree.leaves, results), strict=True):
+    exact = np.asarray(exact, np.float64)
+    baseline = reference.relative_error(theirs, exact)
+    assert reference.relative_error(ours, exact) <= 2 * baseline
   assert "mosaic_gpu" in step.lower(*operands).as_text()

@@ -195,6 +195,11 @@ def test_what_is_computed_anyhow_is_no_conversion(make):
   assert planned(make, 16, "int8").kernel == "persistent"
 
 
+def test_an_empty_product_of_converted_weights():
+  plan = planned(CONVERSIONS["weights"][0], 0, "int8")
+  assert plan.source == "fallback"
+
+
 def test_few_weights_are_not_worth_it():
   plan = planned(CONVERSIONS["weights"][0], 64, "int8", 512, 512)
   assert "converts" not in plan.reason
@@ -241,7 +246,7 @@ def test_sums_of_products(shapes, emulated, rng):
   wide = [np.asarray(x, np.float64) for x in (a, b)]
   exact = np.sum(wide[0] * wide[1], -1)
   assert found.dtype == a.dtype and found.shape == exact.shape
-  assert reference.relative_error(found, exact) < 4e-3
+  assert reference.relative_error(found, exact) < 3.4e-3
 
 
 @pytest.mark.parametrize("k", [64, 4096, 1 << 22])

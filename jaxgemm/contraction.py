@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import jax
-from jax import lax
 
 from jaxgemm import plan as plans
 from jaxgemm import precision as precisions
 from jaxgemm import table
 from jaxgemm.arguments import as_dtype
 from jaxgemm.contexts import current_target, is_batch_invariant
-from jaxgemm.dims import Axes, Dims, Shape, fold
+from jaxgemm.dims import Axes, Dims, fold
 from jaxgemm.fused import bind
 from jaxgemm.lowering import local_plan, permuted
+from jaxgemm.primitive import transposed
 from jaxgemm.product import Product
 from jaxgemm.stored import as_stored
 from pallas_kernels import compat
@@ -118,7 +118,3 @@ def _source_itemsize(x) -> int:
   """Bytes an element of the argument that x is a conversion of, or 0."""
   dtype = compat.converted_from(x)
   return 0 if dtype is None else dtype.itemsize
-
-
-def transposed(x, perm: Shape | None):
-  return x if x is None or perm is None else lax.transpose(x, perm)
