@@ -7,6 +7,7 @@ import random
 
 import jax
 from jax import lax
+from jax.experimental.xla_metadata import set_xla_metadata
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -34,6 +35,9 @@ FUSED = {
     "bias of two axes": (
         lambda x, w, b: jnp.einsum("btd,dhk->bthk", x, w) + b,
         (X, (16, 3, 8), (3, 8)), (0, 1), ()),
+    "bias of two axes, stored otherwise": (
+        lambda x, w, b: jnp.einsum("btd,dhk->bthk", x, w.transpose(0, 2, 1)) + b,
+        ((2, 3, 16), (16, 8, 3), (3, 8)), (0, 1), ()),
     "relu": (lambda x, w, b: jax.nn.relu(x @ w + b), (X, W, BIAS), (0, 1), ()),
     "maximum": (  # Whose slope at 0 is 0.5, and not relu's.
         lambda x, w: jnp.maximum(x @ w, 0), (X, W), (1, 0), ("max",)),
@@ -263,6 +267,19 @@ def test_names_and_metadata_stay(rng):
 
   text = jax.jit(jaxgemm.accelerate(function)).lower(x, w, bias).compile().as_text()
   assert "attention" in text
+
+
+def test_what_has_another_context_is_not_fused(rng):
+  x, w, bias = drawn(((8, 16), W, BIAS), rng)
+
+  def function(x, w, bias):
+    with set_xla_metadata(of="the product"):
+      product = x @ w
+    return product + bias
+
+  assert count_primitives(jaxgemm.accelerate(function), x, w, bias)["add"] == 1
+  text = jax.jit(jaxgemm.accelerate(function)).lower(x, w, bias).as_text()
+  assert "the product" in text
 
 
 @pytest.mark.parametrize("captured", ["in an inner jit", "in a scan"])

@@ -216,6 +216,20 @@ def test_gradients_of_converted_weights_are_ours():
   assert [plan.kernel == "xla" for plan in record.plans].count(True) == 1
 
 
+def test_what_is_transposed_of_them_is_ours():
+  """Without forward mode before it, which makes a product of its own."""
+  ct = jax.ShapeDtypeStruct((64, 4096), "bfloat16")
+  w = jax.ShapeDtypeStruct((4096, 4096), "float32")
+
+  def transposed(ct, w):
+    multiply = lambda x: jaxgemm.matmul(x, w.astype("bfloat16"))
+    return jax.linear_transpose(multiply, ct)(ct)
+
+  with jaxgemm.target("NVIDIA H200"), recording() as record:
+    jax.jit(transposed).trace(ct, w).lower(lowering_platforms=("cuda",))
+  assert record.plans and all(plan.kernel != "xla" for plan in record.plans)
+
+
 @pytest.mark.parametrize(
     ("rows", "sources", "measured"),
     [(1, (0, 1), 42.2), (16, (0, 1), 25.3), (64, (0, 1), 36.3), (512, (0, 1), 122.0)],
@@ -257,7 +271,10 @@ def test_they_are_xla_s(k, batch):
   a, b = (jax.ShapeDtypeStruct((batch, k), "bfloat16") for _ in range(2))
   with jaxgemm.target("NVIDIA H200"), recording() as record:
     jaxpr = jax.make_jaxpr(jax.vmap(jaxgemm.matmul))(a, b)
-    jax.jit(jax.vmap(jaxgemm.matmul)).trace(a, b).lower(lowering_platforms=("cuda",))
+    lowered = jax.jit(jax.vmap(jaxgemm.matmul)).trace(a, b).lower(
+        lowering_platforms=("cuda",)
+    )
   assert any(eqn.primitive.name == "jaxgemm" for eqn in equations(jaxpr.jaxpr))
   (plan,) = record.plans
   assert k == 64 or plan.kernel == "xla"
+  assert "stablehlo.dot_general" not in lowered.as_text()

@@ -27,6 +27,13 @@ def test_xla_is_never_expected_below_the_floor(problem):
   assert found is None or found[0] >= max(memory_us, busy_us)
 
 
+@pytest.mark.parametrize(("cols", "k"), [(4096, 4097), (1000, 30011)])
+def test_a_row_of_odd_k_is_ours(cols, k):
+  """XLA pads it in a pass, and took three times as long (H200, 2026-11-25)."""
+  problem = Problem(1, cols, k, rhs_layout="k-major")
+  assert heuristics.candidates(problem, H200)[0].kernel != "xla"
+
+
 @pytest.mark.parametrize(
     ("m", "n", "k", "weighed", "chosen"),
     [
