@@ -62,10 +62,11 @@ def product(kernel: str, problem: Problem, config: Config, *, packed=False) -> C
   """A product; `packed`: both rhs of a gated one in one array."""
   epilogue, of = problem.epilogue, jax.ShapeDtypeStruct
   batch, rows, cols = problem.rhs_shape
-  rhs: Any = of((batch, rows, cols), problem.rhs_dtype)
+  lhs_dtype, rhs_dtype = problem.stored_dtypes
+  rhs: Any = of((batch, rows, cols), rhs_dtype)
   if epilogue.gated:
-    rhs = (of((batch, rows, 2 * cols), problem.rhs_dtype),) if packed else (rhs, rhs)
-  found = [of(problem.lhs_shape, problem.dtype), rhs]
+    rhs = (of((batch, rows, 2 * cols), rhs_dtype),) if packed else (rhs, rhs)
+  found = [of(problem.lhs_shape, lhs_dtype), rhs]
   if epilogue.has_c:
     found.append(of(problem.out_shape, epilogue.c_dtype))
   if epilogue.has_bias:
@@ -206,6 +207,10 @@ CASES: dict[str, Case] = {
     "persistent skewed swap": _persistent(
         _laid_out(_with(PLAIN, m=304, n=333), "tn"),
         _config(misaligned="skewed", swap=True)),
+    "persistent converted": _persistent(
+        _with(PLAIN, k=336, lhs_source="int8"), _config()),
+    "split_k converted": _split_k(
+        _with(PLAIN, n=336, rhs_source="float8_e4m3fn"), _splits(swap=True, cluster_k=2)),
     "persistent runs": _persistent(
         _with(PLAIN, m=197, k=205), _config(misaligned="runs")),
     "persistent runs of columns": _persistent(

@@ -1,4 +1,5 @@
-r"""Products as people write them, by JAX and by us: columns, vmap, einsum, gradients.
+r"""Products as people write them, by JAX and by us: columns, vmap, einsum, gradients,
+weights in 8 bits.
 
 Neither the suite nor a sweep has these, which take a canonical problem: here a call is
 traced, folded, planned and perhaps transposed as in a program. Each line of the same
@@ -25,6 +26,7 @@ import jax.numpy as jnp
 from experiments import cli, two_ways
 from experiments.two_ways import DIRECTIONS, Case, Values
 import jaxgemm
+from jaxgemm.autotune.operands import drawn
 
 flags.adopt_module_key_flags(cli)
 flags.declare_key_flag(two_ways.PASSES.name)
@@ -43,12 +45,14 @@ class Spelling:
     shapes: those of a and b that are measured on a GPU.
     small: those that a CPU checks.
     passes: which of two_ways.DIRECTIONS are of use.
+    rhs_dtype: of b, by name.
   """
 
   write: Callable[[Library, Any, Any], Any]
   shapes: tuple[Shapes, ...]
   small: Shapes
   passes: tuple[str, ...] = DIRECTIONS
+  rhs_dtype: str = "bfloat16"
 
 
 def _einsum(subscripts: str, *shapes: Shapes, small: Shapes) -> Spelling:
@@ -56,7 +60,26 @@ def _einsum(subscripts: str, *shapes: Shapes, small: Shapes) -> Spelling:
   return Spelling(write, shapes, small)
 
 
+def _weights(dtype: str, shapes: tuple[Shapes, ...]) -> Spelling:
+  """Weights in 8 bits, converted where they are used."""
+  write = lambda library, a, b: library.matmul(a, b.astype(a.dtype))
+  return Spelling(write, shapes, ((8, 64), (64, 48)), ("forward",), dtype)
+
+
+_LLAMA = tuple(
+    ((rows, k), (k, n))
+    for rows in (1, 8, 64, 256) for k, n in ((4096, 14336), (14336, 4096))
+)
+
+
 SPELLINGS = {
+    "int8": _weights("int8", (*_LLAMA, ((16, 4096), (4096, 4096)))),
+    "float8": _weights("float8_e4m3fn", _LLAMA[2:6]),
+    "int8_transposed": Spelling(
+        lambda library, a, b: library.matmul(a, b.T.astype(a.dtype)),
+        (((16, 4096), (14336, 4096)), ((64, 14336), (4096, 14336))),
+        ((8, 64), (48, 64)), ("forward",), "int8",
+    ),
     "column": Spelling(
         lambda library, a, b: library.matmul(a, b),
         (((4096, 4096), (4096,)), ((16384, 7168), (7168, 1)), ((4096, 14336), (14336,)),
@@ -146,24 +169,28 @@ _SPELLINGS = flags.DEFINE_multi_enum(
 )
 
 
-def draw(write: Callable[..., Any], shapes: Shapes, seed: int) -> Values:
-  """Returns fresh normal operands a and b, and the cotangent of the result as "ct"."""
-  a, b = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
-  out = jax.eval_shape(functools.partial(write, jnp), a, b)
+def draw(spelling: Spelling, shapes: Shapes, seed: int) -> Values:
+  """Returns fresh operands a and b, and the cotangent of the result as "ct".
+
+  All are normal, or, those of int8, whole numbers of all sizes.
+  """
+  dtypes = jnp.bfloat16, jnp.dtype(spelling.rhs_dtype)
+  a, b = map(jax.ShapeDtypeStruct, shapes, dtypes)
+  out = jax.eval_shape(functools.partial(spelling.write, jnp), a, b)
   keys = jax.random.split(jax.random.key(seed), 3)
   return {
-      name: jax.random.normal(key, x.shape, x.dtype)
+      name: drawn(key, x)
       for name, key, x in zip(("a", "b", "ct"), keys, (a, b, out), strict=True)
   }
 
 
 def make_case(name: str, shapes: Shapes, direction: str) -> Case:
   """Returns the case of one spelling, of operands of these shapes."""
-  write = SPELLINGS[name].write
-  run = lambda library, values: write(library, values["a"], values["b"])
+  spelling = SPELLINGS[name]
+  run = lambda library, values: spelling.write(library, values["a"], values["b"])
   sizes = " ".join("x".join(map(str, shape)) for shape in shapes)
   return Case(
-      f"{name} {sizes}", direction, functools.partial(draw, write, shapes),
+      f"{name} {sizes}", direction, functools.partial(draw, spelling, shapes),
       functools.partial(run, jnp), functools.partial(run, jaxgemm),
   )
 

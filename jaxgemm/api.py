@@ -188,7 +188,9 @@ def gemm(
       c = lax.convert_element_type(c, jnp.float32)
     product = product.replace(alpha=alpha, beta=0.0 if c is None else beta)
     others = () if c is None else (c,)
-    return contract("gemm", lhs, rhs, axes, product, others=others)
+    return contract(
+        "gemm", lhs, rhs, axes, product, others=others, rounds_once=True
+    )
   if reason:
     out = jnp.matmul(a, b, precision=precision, preferred_element_type=wide_dtype)
   else:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import jax
+from jax import lax
 
+from jaxgemm import converted
 from jaxgemm import plan as plans
 from jaxgemm import precision as precisions
 from jaxgemm import table
@@ -72,16 +74,24 @@ def product_of(
 
 def contract(
     name: str, lhs, rhs, axes: tuple[Axes, Axes, Axes], product: Product,
-    out_sharding=None, others: Sequence[jax.Array] = (),
+    out_sharding=None, others: Sequence[jax.Array] = (), *, rounds_once: bool = False,
 ) -> jax.Array:
   """Makes the operands foldable, binds the primitive to them, and takes its result.
 
-  `others` are the operands behind lhs and rhs. Those of a fused product need be foldable.
+  Args:
+    others: the operands behind lhs and rhs. Those of a fused product need be foldable.
+    rounds_once: whether the product must not be rounded before what follows it.
   """
-  if product.implementation is None and product.num_rhs == 1:
-    product = product.replace(converted=tuple(map(_source_itemsize, (lhs, rhs))))
-  out_axes, num_more = axes[2], product.num_rhs - 1
-  factors = [rhs, *others[:num_more]]
+  source, num_more = None, product.num_rhs - 1
+  out_axes, factors = axes[2], [rhs, *others[:num_more]]
+  if product.implementation is None and not num_more:
+    product, source = converted.with_source(product, lhs, rhs)
+  behind = product.is_fused or product.beta and not rounds_once
+  planned = product.implementation is None and not product.batch_invariant
+  if behind and planned and converted.stays_apart(lhs, factors):
+    alone = converted.alone(product)
+    products = [contract(name, lhs, x, axes, alone, out_sharding) for x in factors]
+    return converted.followed(product, products, others[num_more:])
   (stored_lhs,), lhs_axes = as_stored([lhs], axes[0])
   stored_factors, rhs_axes = as_stored(factors, axes[1])
   folding = fold(
@@ -95,6 +105,12 @@ def contract(
     lhs, factors = stored_lhs, stored_factors
   rhs, *more = factors
   others = [*more, *others[num_more:]]
+  if source is not None:
+    at = int(product.attached == "rhs")
+    labels, stored = axes[at], (lhs_axes, rhs_axes)[at]
+    source = lax.transpose(source, tuple(map(labels.index, stored)))
+    perms = folding.lhs_perm, folding.rhs_perm
+    source = transposed(source, perms[at ^ folding.exchanged])
   if folding.exchanged:
     lhs, rhs, product = rhs, lhs, product.exchanged
   out_sharding = compat.canonicalize_out_sharding(out_sharding, name)
@@ -105,16 +121,11 @@ def contract(
   product = product.replace(dims=folding.dims, out_sharding=out_sharding)
   lhs = transposed(lhs, folding.lhs_perm)
   rhs = transposed(rhs, folding.rhs_perm)
-  _, factors, c, biases, _ = product.named((lhs, rhs, *others))
+  _, factors, c, biases, _ = product.detached.named((lhs, rhs, *others))
   c = () if c is None else (transposed(c, folding.c_perm),)
-  operands = (lhs, *factors, *c, *biases)
+  attached = () if source is None else (source,)
+  operands = (lhs, *factors, *c, *biases, *attached)
   if product.implementation is not None:
     local_plan(product, *operands)  # Raises here, where the user's call is.
   out = bind(*operands, product=product)
   return transposed(out[0] if product.is_fused else out, folding.out_perm)
-
-
-def _source_itemsize(x) -> int:
-  """Bytes an element of the argument that x is a conversion of, or 0."""
-  dtype = compat.converted_from(x)
-  return 0 if dtype is None else dtype.itemsize

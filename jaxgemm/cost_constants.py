@@ -64,6 +64,10 @@ class Model:
   beside: float = 1.8  # Power of the mean of that and its wgmma: partly at once.
   skew: float = 0.15  # Of a k tile of lhs that comes skewed: into registers.
   run: float = 0.11  # Of 64 rows of one that comes in runs, for each of equal banks.
+  convert: float = 0.05  # Of 64 rows of a k tile of lhs in 8 bits: to 16, in registers.
+  convert_alone: float = 0.75  # More such rows, where one consumer waits for itself.
+  convert_rows: float = 1.25  # Times as long, of k-major ones,
+  convert_floats: float = 1.15  # and of floating-point numbers.
   exchange_rate: float = 11e3  # Through distributed shared memory.
   k_cluster: float = 1.09  # Of k tiles, where a cluster shares out k.
   energy: float = 1.18  # Of an operation, at the highest clocks: 1 is what power allows.

@@ -150,10 +150,20 @@ def _busy(work: Work, device: Device, model: Model) -> float:
   at_once = work.has_roles and config.consumers > 1 and not in_turn
   bookkeeping = model.shared_step if at_once else model.step
   promotion = model.promotion / config.promote if work.promotes else 0.0
+  registers, power = 0.0, model.beside  # To make lhs of what its slots hold.
   if work.splits_lhs:
     of_slot = (model.lhs_split, model.lhs_split_two, model.lhs_split_three)
-    splitting = of_slot[config.consumers - 1] / work.num_products
-    promotion = soft_max(matrix, splitting, model.beside) - matrix - bookkeeping
+    registers = of_slot[config.consumers - 1] / work.num_products
+  elif work.lhs_way == "converted":
+    waits = model.convert_alone if config.consumers == 1 else 0.0
+    registers = model.convert * (config.tile_m / 64 + waits)
+    if problem.lhs_layout == "k-major":
+      registers *= model.convert_rows
+    if problem.lhs_source != "int8":
+      registers *= model.convert_floats
+    power = model.beside if config.consumers > 1 else 1.0  # One waits for itself.
+  if registers:
+    promotion = soft_max(matrix, registers, power) - matrix - bookkeeping
   if work.num_products == 1:  # Parts stay for several products.
     matrix = max(matrix, work.shared_bytes / model.shared_rate)
   reading = 0.0  # Of lhs, into registers.
@@ -195,7 +205,8 @@ def _matrix(work: Work, device: Device, model: Model) -> float:
   """Time of the tensor cores for one k tile."""
   problem, config = work.problem, work.config
   rate = device.tflops(problem.dtype) * 1e6 / device.num_sms  # FLOP/us
-  tile_n = config.tile_n if work.splits_lhs else max(config.tile_n, model.narrow)
+  in_registers = work.splits_lhs or work.lhs_way == "converted"
+  tile_n = config.tile_n if in_registers else max(config.tile_n, model.narrow)
   matrix = 2 * config.tile_m * tile_n * config.tile_k / rate
   if work.has_roles and (config.wg_dim == "tile" or config.consumers == 1):
     matrix *= model.single

@@ -118,6 +118,9 @@ _LEAST_SHARE = 0.3  # Of what a CTA loads, that is worth sharing.
 
 
 def _configs(problem: Problem, device: Device) -> Iterator[tuple[str, Config]]:
+  if problem.converts:
+    yield from _converted_configs(problem, device)
+    return
   yield from _gemv_configs(problem, device)
   if parts.is_split(problem):
     yield from _configs_of_parts(problem, device)
@@ -185,6 +188,18 @@ def _run_configs(
     for tile_n in tile_shapes.skewed(product, device, consumers):
       shape = rows, tile_n, consumers, wg_dim, swap
       yield from _specialised(problem, product, device, shape, misaligned="runs")
+
+
+def _converted_configs(
+    problem: Problem, device: Device
+) -> Iterator[tuple[str, Config]]:
+  """Those whose consumers convert lhs of what is multiplied."""
+  for product, swap in ((problem, False), (problem.transposed, True)):
+    if product.lhs_source:
+      for rows, consumers in tile_shapes.CONVERTED:
+        for cols in tile_shapes.skewed(product, device, consumers):
+          shape = rows, cols, consumers, "m", swap
+          yield from _specialised(problem, product, device, shape)
 
 
 def _direct_configs(
@@ -337,7 +352,7 @@ def _with_loads(
   Those wait for their bytes one k tile at a time, and use all slots: by tiles of 128x64
   512x197x64x197 TN took 23.5 us with six, 25.8 with three.
   """
-  if config.lhs_way == "runs":
+  if config.misaligned == "runs":
     yield kernel, config
     return
   yield kernel, ring_slots.without_queue(problem, config, num_tiles, device)

@@ -171,7 +171,9 @@ def local_problem(product: Product, *operands) -> Problem:
 def planned(product: Product, problem: Problem, device: Device | None) -> plans.Plan:
   """The plan of a product that is this problem, in the form that is planned of it."""
   if any(product.converted) and not product.batch_invariant:
-    converting = plans.xla_converts(problem, product.converted, device)
+    converting = plans.converting(
+        problem, product.converted, device, attached=bool(product.attached)
+    )
     if converting is not None:
       return converting
   form = forms.form(problem, device) if product.plans_form else problem
@@ -206,6 +208,10 @@ def local_product(product: Product, *operands):
     )
   lhs, factors, c, biases, entering = product.named(operands)
   problem = local_problem(product, *operands)
+  if plan.problem.converts:
+    source, name = operands[-1], product.attached
+    lhs, factors = (source, factors) if name == "lhs" else (lhs, (source,))
+    problem = dataclasses.replace(problem, **{f"{name}_source": source.dtype.name})
   arrays = _folded(product, problem, plan.problem, lhs, factors)
   others = [x for x in (c, *entering) if x is not None]
   arrays += [lax.reshape(x, plan.problem.out_shape) for x in others]

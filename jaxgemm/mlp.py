@@ -16,6 +16,7 @@ import jax
 from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 
+from jaxgemm import converted
 from jaxgemm.arguments import as_array
 from jaxgemm.dims import fold
 from jaxgemm.fused import apart, bind, differentiated
@@ -127,7 +128,10 @@ def _together(
         " many"
     )
   down = layer(hidden, {"w_down": w_down}, {"bias_down": bias_down}, None, residual)
-  if up.by_xla or down.by_xla or down.x.dtype != hidden.dtype:
+  narrow = converted.stays_apart(up.x, up.factors) or (
+      converted.stays_apart(down.x, down.factors)
+  )
+  if narrow or up.by_xla or down.by_xla or down.x.dtype != hidden.dtype:
     return otherwise()
   up, up_product = _with_dims(up, transposed)
   down, down_product = _with_dims(down, transposed)

@@ -17,7 +17,7 @@ from pallas_kernels import (
   specialised,
   tiles,
 )
-from pallas_kernels.problem import Config, PersistentConfig, Problem
+from pallas_kernels.problem import Config, PersistentConfig, Problem, way_of_lhs
 
 # What is done to an operand before the kernel, to which, and the bytes read and written.
 Pass = tuple[str, str, int]
@@ -25,8 +25,9 @@ Pass = tuple[str, str, int]
 
 def passes(problem: Problem, config: Config) -> tuple[Pass, ...]:
   """The passes over operands that a config needs if it loads none through registers."""
-  found = of_product(product_of(problem, config))
-  if getattr(config, "lhs_way", None) is not None:
+  product = product_of(problem, config)
+  found = of_product(product)
+  if way_of_lhs(product, config) is not None:
     return tuple(each for each in found if each[1] != "lhs")
   return found
 

@@ -12,6 +12,8 @@ import functools
 import math
 from typing import Any
 
+import jax.numpy as jnp
+
 from jaxgemm import (
   heuristics,
   invariance,
@@ -98,31 +100,39 @@ def make_plan(
   return Plan("xla", None, "fallback", "no kernel serves this problem", problem)
 
 
-def xla_converts(
-    problem: Problem, sources: tuple[int, int], device: Device | None
+def converting(
+    problem: Problem, sources: tuple[str, str], device: Device | None, *, attached: bool
 ) -> Plan | None:
-  """XLA's plan, if it is faster because it converts an operand within its own kernel.
+  """The plan of a kernel that converts an operand itself, if that is faster.
 
   Which saves a pass over a matrix that few rows of another multiply: weights in 8 bits,
-  or in float32.
+  or in float32, which XLA converts in its own kernel.
 
   Args:
     problem: of the operands once they are converted.
-    sources: bytes an element of what lhs and rhs are converted from; 0: they are not.
+    sources: dtypes of what lhs and rhs are converted from, by name; "": they are not.
     device: where.
+    attached: whether the array of the larger operand is at hand, before its conversion.
+  Returns: XLA's plan, or one of ours, whose problem names what it converts, or None.
   """
   empty = not (problem.batch and problem.m and problem.n and problem.k)
   if empty or problem.itemsize != 2 or not supported(device):
     return None
   sizes = {"lhs": math.prod(problem.lhs_shape), "rhs": math.prod(problem.rhs_shape)}
   name = max(sizes, key=sizes.__getitem__)
-  itemsize = sources[list(sizes).index(name)]
+  source = sources[list(sizes).index(name)]
   found = heuristics.candidates(problem.canonical, device)
-  if not itemsize or not found:
+  if not source or not found:
     return None
-  moved = sizes[name] * (itemsize + problem.itemsize)
-  ours = found[0].time_us + MODEL.pass_launch + moved / MODEL.pass_rate
-  if xla_times.converting(problem, sources, device) > 0.95 * ours:
+  moved = sizes[name] * (jnp.dtype(source).itemsize + problem.itemsize)
+  apart_us = found[0].time_us + MODEL.pass_launch + moved / MODEL.pass_rate
+  narrow = dataclasses.replace(problem, **{f"{name}_source": source}).canonical
+  if attached:
+    plan = make_plan(narrow, device)
+    found = heuristics.candidates(narrow, device)
+    if plan.kernel != "xla":
+      return plan if found[0].time_us < 0.95 * apart_us else None
+  if xla_times.converting(narrow, device) > 0.95 * apart_us:
     return None
   return Plan("xla", None, "heuristic", f"it converts {name} within its kernel", problem)
 

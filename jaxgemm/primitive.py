@@ -56,11 +56,12 @@ def _bind(*operands, product: Product):
 
 
 # Without it: "Abstract evaluation for 'jaxgemm' not implemented", under any tracer.
-def _abstract_eval(lhs, rhs, *c, product: Product):
+def _abstract_eval(*operands, product: Product):
   """The type that lax.dot_general gives, errors included; c must have it too."""
+  lhs, (rhs,), c, _, _ = product.named(operands)
   aval = result_type(lhs, rhs, product)
-  if c and c[0].shape != aval.shape:
-    raise TypeError(f"c has shape {c[0].shape}, the product {aval.shape}")
+  if c is not None and c.shape != aval.shape:
+    raise TypeError(f"c has shape {c.shape}, the product {aval.shape}")
   return aval
 
 
@@ -128,13 +129,18 @@ def _lower_kernels(ctx, *operands, product: Product):
   elif can_partition(ctx):
     check_not_exported(ctx, num_devices)
     record_partitioned()
+    # A shard does not see how its operands were made; XLA's own product converts them.
+    if product.attached:
+      operands, product = operands[:-1], product.detached
     function = functools.partial(_partitioned, product)
   else:
     # No mesh by whose axes to name the shards; XLA partitions its own dot anyhow.
     return xla("over devices without a mesh")
   # What runs on one device knows nothing of the mesh in its operands' types.
   local = ctx.replace(
-      avals_in=[jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]
+      avals_in=[
+          jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in[: len(operands)]
+      ]
   )
   results = _lower_function(local, function, operands, product)
   return [
@@ -174,15 +180,15 @@ def _lower_function(ctx, function, operands, product: Product):
 # Without it: "Differentiation rule for 'jaxgemm' not implemented".
 def _jvp(primals, tangents, *, product: Product):
   lhs, rhs, *_ = primals
-  lhs_dot, rhs_dot, *c_dot = tangents
+  lhs_dot, (rhs_dot,), c_dot, _, _ = product.named(tangents)
   linear = product.linear
   terms = []
   if type(lhs_dot) is not ad.Zero:
     terms.append(gemm_p.bind(lhs_dot, rhs, product=linear))
   if type(rhs_dot) is not ad.Zero:
     terms.append(gemm_p.bind(lhs, rhs_dot, product=linear))
-  if c_dot and type(c_dot[0]) is not ad.Zero:
-    c_dot = as_sharded(c_dot[0], result_type(jax.typeof(lhs), jax.typeof(rhs), product))
+  if c_dot is not None and type(c_dot) is not ad.Zero:
+    c_dot = as_sharded(c_dot, result_type(jax.typeof(lhs), jax.typeof(rhs), product))
     terms.append(scaled(c_dot, product.beta, product.out_dtype))
   # Named here and not where it is first bound: a name has no transpose, but what
   # policies choose to save has always been through this rule.
@@ -212,11 +218,11 @@ def scaled(x, factor: float, dtype: str):
 
 # Without it: "Transpose rule (for reverse-mode differentiation) for 'jaxgemm' not
 # implemented".
-def _transpose(ct, lhs, rhs, *c, product: Product):
+def _transpose(ct, lhs, rhs, *others, product: Product):
   """The gradients: products of their own dims, stored as the operand they are of."""
   is_zero = type(ct) is ad.Zero
-  grads = [None, None, None][: 2 + len(c)]
-  for index, operand in enumerate((lhs, rhs, *c)):
+  grads = [None] * (2 + len(others))
+  for index, operand in enumerate((lhs, rhs, *others)):
     if not ad.is_undefined_primal(operand):
       continue
     aval = operand.aval
@@ -320,7 +326,8 @@ def _any_product(
     return out if plus is None else ad.add_jaxvals(plus, out)
   found = product.replace(
       dims=dims, out_dtype=out_dtype, algorithm=algorithm, config=None,
-      must_serve=False, beta=0.0, out_sharding=out_sharding, converted=(0, 0),
+      must_serve=False, beta=0.0, out_sharding=out_sharding, converted=("", ""),
+      attached="",
   )
   if plus is None:
     return gemm_p.bind(*operands, product=found)
@@ -352,6 +359,8 @@ def _tuple(axes) -> tuple[str, ...]:
 # Without it: "Batching rule for 'jaxgemm' not implemented".
 def _batch(operands, axes, *, product: Product):
   """A batch of one operand joins m or n where its storage allows, else the batch."""
+  if product.attached:
+    operands, axes, product = operands[:-1], axes[:-1], product.detached
   lhs, rhs, *c = operands
   lhs_axis, rhs_axis, *c_axis = axes
   if lhs_axis is None and rhs_axis is None:

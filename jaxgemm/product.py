@@ -44,7 +44,9 @@ class Product:
     alpha * lhs @ rhs * slope
 
   of each argument of activation(z), or of activation(z0) * z1: the operands are lhs, rhs
-  and each z, and there are as many results.
+  and each z, and there are as many results. The last of all, if it is `attached`, is the
+  array that lhs or rhs is a conversion of, for a kernel that converts it itself: nothing
+  but time depends on it.
 
   Attributes:
     dims: how the dimensions of the operands pair up.
@@ -65,8 +67,9 @@ class Product:
     must_serve: whether the named implementation must serve or is only preferred, as
       for a gradient, whose problem the user did not choose it for.
     batch_invariant: whether a row's result must not depend on other rows.
-    converted: bytes an element of the arguments that lhs and rhs are, converted just
-      before; 0 for what is none.
+    converted: dtypes of the arguments that lhs and rhs are, converted just before, by
+      name; "" for what is none.
+    attached: "lhs" or "rhs" if the array that it is a conversion of is an operand; "".
     beside_collectives: whether those of other devices may run at the same time.
     target: the device to plan for; None for the device that runs it.
     out_sharding: sharding of the result on an explicit mesh, or None.
@@ -89,7 +92,8 @@ class Product:
   config: Config | None = None
   must_serve: bool = True
   batch_invariant: bool = False
-  converted: tuple[int, int] = (0, 0)
+  converted: tuple[str, str] = ("", "")
+  attached: str = ""
   beside_collectives: bool = False
   target: Target | None = None
   out_sharding: Any = None
@@ -140,15 +144,21 @@ class Product:
   def exchanged(self) -> Product:
     """The same for operands that have changed places; its dims are still to be set."""
     return self.replace(
-        precision=precisions.exchanged(self.precision), converted=self.converted[::-1]
+        precision=precisions.exchanged(self.precision), converted=self.converted[::-1],
+        attached={"": "", "lhs": "rhs", "rhs": "lhs"}[self.attached],
     )
+
+  @property
+  def detached(self) -> Product:
+    """The same without the operand that lhs or rhs is a conversion of."""
+    return self.replace(attached="")
 
   @property
   def linear(self) -> Product:
     """alpha * lhs @ rhs alone."""
     return self.replace(
         beta=0.0, has_bias=False, activation=NONE, saves=False, gated=False,
-        packed=False, slopes=0, recomputes=False, converted=(0, 0),
+        packed=False, slopes=0, recomputes=False, converted=("", ""), attached="",
     )
 
   @property
@@ -164,8 +174,11 @@ class Product:
     return (*rhs_shape[:axis], rhs_shape[axis] // 2, *rhs_shape[axis + 1 :])
 
   def named[T](self, operands: Sequence[T]) -> Operands[T]:
-    """The operands, or what belongs to each of them, by what they are."""
-    lhs, *rest = operands
+    """The operands, or what belongs to each of them, by what they are.
+
+    But for the array that lhs or rhs is a conversion of.
+    """
+    lhs, *rest = operands[:-1] if self.attached else operands
     if self.slopes:
       return Operands(lhs, (rest[0],), None, (), tuple(rest[1:]))
     count = self.num_rhs

@@ -164,7 +164,7 @@ def _has_products(jaxpr: Jaxpr) -> bool:
 
 
 def _computed(equation: JaxprEqn, chain: Chain, aval, read) -> jax.Array:
-  lhs, rhs = map(read, equation.invars)
+  lhs, rhs = map(read, equation.invars[:2])
   if chain.exchanged:
     lhs, rhs = rhs, lhs
   others = [] if chain.up is None else [read(chain.up)]

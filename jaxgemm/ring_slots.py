@@ -59,7 +59,7 @@ def staged(
 
 def _most_stages(kernel, like: Problem, config: PersistentConfig) -> int:
   """Slots that shared memory has room for."""
-  if config.lhs_way == "runs":  # Those of lhs are not as many as the ring's.
+  if config.misaligned == "runs":  # Those of lhs are not as many as the ring's.
     for stages in range(_MAX_STAGES, 0, -1):
       more = dataclasses.replace(config, num_stages=stages)
       if kernel.smem_bytes(like, more) <= tiles.SMEM_LIMIT_BYTES:
@@ -83,7 +83,7 @@ def without_queue(
     return config
   slot = specialised.slot_bytes(problem, config)
   product = specialised.multiplied(problem, config)
-  asked = tiles.SWIZZLE_BYTES * _rows_at_once(product, config, num_tiles, device)
+  asked = _bytes_at_once(product, config, num_tiles, device)
   enough = max(
       round(_IN_FLIGHT_US * device.bandwidth_tbps * 1e6 / asked),
       1 + tiles.cdiv(_AHEAD_BYTES, slot), _ENOUGH_STAGES,
@@ -91,7 +91,7 @@ def without_queue(
   return dataclasses.replace(config, num_stages=min(config.num_stages, enough))
 
 
-def _rows_at_once(
+def _bytes_at_once(
     product: Problem, config: PersistentConfig, num_tiles: int, device: Device
 ) -> int:
   """Rows of lhs and columns of rhs, each once, of a k tile of all CTAs at once."""
@@ -102,8 +102,11 @@ def _rows_at_once(
   products = max(1, at_once // (tiles_m * tiles_n))
   along_n = min(tiles_n, tiles.cdiv(at_once, products * along_m))
   along_m = min(tiles_m, tiles.cdiv(at_once, products * along_n))
-  rows = along_m * min(config.tile_m, product.m)
-  return products * (rows + along_n * min(config.tile_n, product.product_n))
+  lhs, rhs = (config.tile_k * itemsize for itemsize in product.stored_itemsizes)
+  rows, cols = (
+      min(config.tile_m, product.m), min(config.tile_n, product.product_n)
+  )
+  return products * (along_m * rows * lhs + along_n * cols * rhs)
 
 
 def tile_k_of(problem: Problem, fields: Mapping[str, Any]) -> int:

@@ -135,6 +135,7 @@ def _many_rows(rows: int, model: Model) -> float:
 @functools.lru_cache(maxsize=1024)
 def _operand_bytes(problem: Problem) -> tuple[int, int, int]:
   """Bytes of lhs, of rhs, and of everything else."""
-  lhs = math.prod(problem.lhs_shape) * problem.itemsize
-  rhs = math.prod(problem.rhs_shape) * problem.itemsize * (1 + problem.epilogue.gated)
+  itemsizes = problem.stored_itemsizes
+  lhs = math.prod(problem.lhs_shape) * itemsizes[0]
+  rhs = math.prod(problem.rhs_shape) * itemsizes[1] * (1 + problem.epilogue.gated)
   return lhs, rhs, problem.num_bytes - lhs - rhs

@@ -17,7 +17,7 @@ from pallas_kernels import (
   specialised,
   tiles,
 )
-from pallas_kernels.problem import Config, PersistentConfig, Problem
+from pallas_kernels.problem import Config, PersistentConfig, Problem, way_of_lhs
 
 
 class Work:
@@ -48,7 +48,7 @@ class Work:
     masked: whether threads store it, and mask what lies beyond: TMA stores rows that
       begin a multiple of 16 bytes apart.
     runs: whether its tiles leave in one bulk copy each all the same.
-    lhs_way: see PersistentConfig.
+    lhs_way: see `way_of_lhs`.
     promotes: whether consumers stop to add their sums to rounded ones.
   """
 
@@ -69,10 +69,12 @@ class Work:
 
     self.splits, self.cluster_k = _of(config, "splits"), _of(config, "cluster_k")
     self.sums = self.splits // self.cluster_k
-    self.lhs_way = getattr(config, "lhs_way", None)
-    interleaved = self.has_roles and specialised.interleaves(problem, config)
+    self.lhs_way = way_of_lhs(product, config)
+    reordered = self.has_roles and (
+        specialised.row_order(problem, config) != "as they are"
+    )
     self.masked = self.sums == 1 and (
-        kernel == direct.NAME or self.row_bytes % 16 > 0 or interleaved
+        kernel == direct.NAME or self.row_bytes % 16 > 0 or reordered
     )
     self.runs = self.masked and self._stores_runs()
     if self.runs:
@@ -89,6 +91,8 @@ class Work:
     self.k_steps = tiles.cdiv(tiles.cdiv(product.k, config.tile_k), self.splits)
     self.k_steps *= self.num_products
     self.loads = count / self.num_products, count / self.num_products
+    if product.converts:  # 64 bytes.
+      self.loads = 0.5, 1.0
     self.weights = count, count
     if self.splits_lhs:  # 32 of k: as many bytes of float32 lhs as of 64 of k of a part.
       self.loads = 1 / self.num_products, count / 2 / self.num_products

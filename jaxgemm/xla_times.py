@@ -26,6 +26,8 @@ def estimate(problem: Problem, device: Device) -> tuple[float, str] | None:
   bytes_per_us = device.bandwidth_tbps * 1e6
   busy = problem.flops / (device.tflops(problem.dtype) * 1e6)
   memory = problem.num_bytes / bytes_per_us
+  if problem.converts:
+    return converting(problem, device), "it converts an operand within its kernel"
   if problem.m == problem.n == 1:
     found = 2.0 + 1.1 * memory, "sums of products, element by element"
   elif problem.algorithm == "bf16_x3":
@@ -51,30 +53,24 @@ def estimate(problem: Problem, device: Device) -> tuple[float, str] | None:
   return time, reason
 
 
-def converting(problem: Problem, sources: tuple[int, int], device: Device) -> float:
+def converting(problem: Problem, device: Device) -> float:
   """The estimated time of XLA where it converts an operand within its own kernel.
 
   14336x4096 of int8, of float8, and 4096x4096 of float32 took 1.8, 1.7 and 1.2 times what
-  the memory takes, of 16 rows; a row alone 3.1 times. From 512 rows on the tensor cores
-  reach 0.6 of their rate, of 64 half of that.
-
-  Args:
-    problem: of 16-bit operands.
-    sources: bytes an element of the arrays that lhs and rhs are made of; 0: of none.
+  the memory takes, of 16 rows; a row alone 3.1 times, of 28672x8192 1.6 times. From 512
+  rows on the tensor cores reach 0.6 of their rate, of 64 half of that. Of eight rows
+  14336x4096 of int8 stored along k took 1.4 times what the memory takes.
   """
-  rate = device.bandwidth_tbps * 1e6
-  shapes = problem.lhs_shape, problem.rhs_shape
-  operands = sum(
-      math.prod(shape) * (size or problem.itemsize)
-      for shape, size in zip(shapes, sources, strict=True)
-  )
-  stored = problem.batch * problem.m * problem.n * problem.out_itemsize
-  memory, narrow = (operands + stored) / rate, 1 in sources
-  if min(problem.m, problem.n) == 1:
-    return 3.1 * memory
+  memory = problem.num_bytes / (device.bandwidth_tbps * 1e6)
+  narrow = 1 in problem.stored_itemsizes
+  rows = min(problem.m, problem.n)
+  larger = problem.rhs_layout if problem.m < problem.n else problem.lhs_layout
+  wanted = (1.0 if rows < 16 and larger == "k-major" else 1.6) if narrow else 0.9
+  if rows == 1:
+    return min(3.1 * memory, 4.0 + wanted * memory)
   busy = problem.flops / (device.tflops(problem.dtype) * 1e6)
-  share = 0.6 if narrow and min(problem.m, problem.n) >= 256 else 0.3
-  return 4.0 + soft_max((1.6 if narrow else 0.9) * memory, busy / share)
+  share = 0.6 if narrow and rows >= 256 else 0.3
+  return 4.0 + soft_max(wanted * memory, busy / share)
 
 
 def _as_exact_as_float32(

@@ -133,7 +133,7 @@ def make_call(
   epilogue = epilogues.make_epilogue(
       result, stored_cols, num_wgs, emulated=emulated,
       transposed=getattr(config, "swap", False), by_registers=by_registers, room=room,
-      interleaved=prepared.lhs_operand.interleaves,
+      row_order=prepared.lhs_operand.row_order,
   )
   epilogue = dataclasses.replace(epilogue, scales=facts)
   by_name |= epilogues.prepare_biases(epilogue, operands)

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import os
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax._src import api as _api
@@ -246,24 +246,56 @@ def transposition(x) -> tuple[int, ...] | None:
   return None if found in (None, perm) else found
 
 
-def converted_from(x) -> np.dtype | None:
-  """The dtype of an argument that x is, converted; None if x is none, or of its dtype.
+class Conversion(NamedTuple):
+  """What an array is a conversion of.
+
+  Attributes:
+    dtype: of the argument that it is, converted.
+    source: that argument, of the array's shape, if the array has all of its values: it
+      was transposed and converted to types that have them, and to nothing else.
+  """
+
+  dtype: np.dtype
+  source: Any
+
+
+def conversion_of(x) -> Conversion | None:
+  """How x is an argument, converted; None if it is none, or of its dtype.
 
   Transposed and multiplied by smaller factors it may be, too. An argument, as of what has
   been computed the last kernel does the conversion.
   """
-  traced = _traced(x)
+  traced, perm, dtypes = _traced(x), tuple(range(np.ndim(x))), []
+  whole = not _is_batched(x)
   while traced is not None and (equation := traced.parent) is not None:
     name, shape = equation.primitive.name, traced.aval.shape
-    if name not in ("convert_element_type", "transpose", "mul"):
-      return None
     before = equation.in_tracers
-    if name == "mul":
-      before = [y for y in before if y.aval.shape == shape]
+    if name == "convert_element_type":
+      dtypes.append(traced.dtype)
+    elif name == "transpose":
+      turned = equation.params["permutation"]
+      perm = tuple(turned[i] for i in perm) if whole else perm
+    elif name == "mul":
+      before, whole = [y for y in before if y.aval.shape == shape], False
+    else:
+      return None
     if len(before) != 1:
       return None
     traced = _traced(before[0])
-  return None if traced is None or traced.dtype == x.dtype else traced.dtype
+  if traced is None or traced.dtype == x.dtype:
+    return None
+  eight_bits = traced.dtype.itemsize == 1
+  wide = all(_lax.dtypes.issubdtype(each, np.floating) for each in dtypes)
+  if not (whole and eight_bits and wide and min(x.itemsize for x in dtypes) > 1):
+    return Conversion(traced.dtype, None)
+  unmoved = perm == tuple(range(len(perm)))
+  return Conversion(traced.dtype, traced if unmoved else _lax.transpose(traced, perm))
+
+
+def _is_batched(x) -> bool:
+  while isinstance(x, (_ad.JVPTracer, _ad.LinearizeTracer)):
+    x = x.primal
+  return isinstance(x, _batching.BatchTracer)
 
 
 def _traced(x):

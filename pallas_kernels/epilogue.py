@@ -40,6 +40,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels import activations, register_stores, run_stores, tiles
+from pallas_kernels.fragments import RowOrder
 from pallas_kernels.problem import Problem
 from pallas_kernels.scales import Scales
 
@@ -156,7 +157,7 @@ class Epilogue:
   divided: bool = True  # Into pieces that have nothing in common.
   transposed: bool = False
   scales: Scales | None = None
-  interleaved: bool = False  # Whether rows of a sum stand for others: `skewed.row_of`.
+  row_order: RowOrder = "as they are"  # Of sums: see `fragments.row_of`.
 
   @property
   def bias_cols(self) -> int:
@@ -289,7 +290,7 @@ class Epilogue:
     if self.out.way == "masked":
       register_stores.store(
           piece, slots.at[wg], out_gmem, row, col, transposed=self.transposed,
-          interleaved=self.interleaved,
+          row_order=self.row_order,
       )
       return
     if self.out.way == "run":
@@ -361,7 +362,8 @@ def stores_runs(problem: Problem, wg_tile_n: int) -> bool:
 @functools.lru_cache(maxsize=1024)  # A plan asks for the same few again and again.
 def epilogues(
     problem: Problem, wg_tile_n: int, num_wgs: int, *, emulated: bool,
-    transposed: bool = False, by_registers: bool = False, interleaved: bool = False,
+    transposed: bool = False, by_registers: bool = False,
+    row_order: RowOrder = "as they are",
 ) -> tuple[Epilogue, ...]:
   """Epilogues of pieces of several sizes, where those do not divide the tile; or one.
 
@@ -372,7 +374,8 @@ def epilogues(
   """
   copied = "tiled" if emulated else "flat"
   dtype, c_dtype = problem.out_dtype, problem.epilogue.c_dtype
-  masked = by_registers or interleaved or problem.n % tiles.tma_stride_elems(dtype)
+  reordered = row_order != "as they are"
+  masked = by_registers or reordered or problem.n % tiles.tma_stride_elems(dtype)
   way = "masked" if masked and not emulated else copied
   if transposed:
     cols = tiles.swizzle_elems(dtype)
@@ -380,7 +383,7 @@ def epilogues(
         Epilogue(
             problem, Staging(way, dtype, cols, num_wgs, rows),
             None if c_dtype is None else Staging(copied, c_dtype, cols, num_wgs, rows),
-            transposed=True, interleaved=interleaved,
+            transposed=True, row_order=row_order,
         )
         for rows in _piece_rows(wg_tile_n)
     )
@@ -389,7 +392,7 @@ def epilogues(
     c_itemsize = jnp.dtype(c_dtype).itemsize
     itemsize, least = max(c_itemsize, itemsize), min(c_itemsize, itemsize)
   found = []
-  if way == "masked" and not (by_registers or interleaved):
+  if way == "masked" and not (by_registers or reordered):
     if stores_runs(problem, wg_tile_n):
       found.append(Epilogue(problem, Staging("run", dtype, wg_tile_n, num_wgs), None))
   for cols in _piece_cols(wg_tile_n, itemsize, least):
@@ -398,7 +401,7 @@ def epilogues(
     found.append(Epilogue(
         problem, Staging(way, dtype, cols, num_wgs),
         None if c_dtype is None else Staging(copied, c_dtype, cols, num_wgs),
-        divided=wg_tile_n % cols == 0, interleaved=interleaved,
+        divided=wg_tile_n % cols == 0, row_order=row_order,
     ))
   return tuple(found)
 

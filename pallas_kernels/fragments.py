@@ -10,6 +10,7 @@ Source: the fragments are those of the PTX manual for wgmma's matrix A in regist
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import jax
 from jax.experimental.mosaic import gpu as mgpu
@@ -25,6 +26,8 @@ TILE_K = 64
 ROWS = 64  # Of what wgmma multiplies at once.
 BLOCKS = TILE_K // 8  # Of 8 columns; a thread has two registers of each, 8 rows apart.
 Words = Sequence[tuple[ir.Value, ir.Value]]
+# Which of its 64 rows of lhs those of an accumulator stand for: see `row_of`.
+RowOrder = Literal["as they are", "eighths", "pairs"]
 
 
 def words(found: Words, rows: int = ROWS) -> mgpu.FragmentedArray:
@@ -51,7 +54,6 @@ def joined(
       ),
   )
   def join(_, loaded):
-    pair_type = ir.VectorType.get((2,), mgpu.utils.dtype_to_ir_type(dtype))
     found = []
     for i, pair in enumerate(loaded.registers.flat):
       word, high = (
@@ -62,11 +64,36 @@ def joined(
         word = mgpu.utils.inline_ptx(
             "prmt.b32 $0, $1, $2, 0x5410;", word, high, result_types=i32_type()
         )
-      word = vector.broadcast(ir.VectorType.get((1,), i32_type()), word)
-      found.append(vector.bitcast(pair_type, word))
-    return _array(found, rows, None)
+      found.append(word)
+    return of_words(found, dtype, rows)
 
   return join(loaded)
+
+
+def of_words(found: Sequence[ir.Value], dtype, rows: int) -> mgpu.FragmentedArray:
+  """Words of two elements of `dtype` each, in the fragment's order, as [rows, 64]."""
+  pair_type = ir.VectorType.get((2,), mgpu.utils.dtype_to_ir_type(jnp.dtype(dtype)))
+  one = ir.VectorType.get((1,), i32_type())
+  pairs = [vector.bitcast(pair_type, vector.broadcast(one, word)) for word in found]
+  return _array(pairs, rows, None)
+
+
+def row_of(order: RowOrder, row: ir.Value) -> ir.Value:
+  """The row of 64 for which a row of the accumulator stands.
+
+  "eighths": rows that follow each other lie eight apart, as those of `skewed` lhs that is
+  k-major; "pairs": a thread's two of each 16 follow each other, as those of lhs in 8 bits
+  that is m-major (see `conversions`).
+  """
+  if order == "as they are":
+    return row
+  if order == "eighths":
+    return arith.addi(
+        arith.shli(arith.andi(row, i32(7)), i32(3)), arith.shrui(row, i32(3))
+    )
+  second = arith.andi(arith.shrui(row, i32(3)), i32(1))
+  within = arith.addi(arith.shli(arith.andi(row, i32(7)), i32(1)), second)
+  return arith.addi(arith.andi(row, i32(-16)), within)
 
 
 def address(slot: ir.Value, element: ir.Value) -> ir.Value:

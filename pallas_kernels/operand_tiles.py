@@ -2,7 +2,7 @@
 
 Shared memory that wgmma reads is swizzled by 128 bytes and tiled by 8 rows x 128 bytes
 (by 64 bytes the rhs of lhs that is split in registers). An operand gets there in one of
-six ways (`Operand.way`):
+seven ways (`Operand.way`):
 
   flat     k-major operands: one TMA copy of rank 2 into an untiled view of the
            slot. A slot is exactly 128 bytes wide, so that both views have the
@@ -19,6 +19,8 @@ six ways (`Operand.way`):
            copies it skewed, and consumers take it from there (see `skewed`).
   runs     such lhs in tiles of whole rows, where the config says so: each is one bulk
            copy, and consumers take it from there (see `run_loads`).
+  converted  lhs in 8 bits: copied as a flat slot is, in rows of 64 or 128 bytes, and
+           converted by consumers (see `conversions`).
 
 The first three want a row stride that is a multiple of 16 bytes; flat and chunks serve
 any size, as TMA fills what lies outside with zeros. `prepare` pads the operands that do
@@ -40,6 +42,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels import (
+  conversions,
+  fragments,
   n_major,
   padding,
   register_loads,
@@ -47,7 +51,7 @@ from pallas_kernels import (
   skewed,
   tiles,
 )
-from pallas_kernels.problem import Problem
+from pallas_kernels.problem import Problem, way_of_lhs
 
 Ref = Any  # A Pallas reference.
 
@@ -69,6 +73,7 @@ class Operand:
     num_arrays: arrays whose tiles lie side by side in one slot, along mn: the two rhs
       of a gated product. `mn` is of one of them, `tile_mn` of all.
     packed: whether they are one array, the one behind the other along mn.
+    source: dtype of the array that consumers convert, or "".
   """
 
   is_lhs: bool
@@ -84,6 +89,7 @@ class Operand:
   num_parts: int = 1
   num_arrays: int = 1
   packed: bool = False
+  source: str = ""
 
   @property
   def swizzle(self) -> int:
@@ -98,6 +104,8 @@ class Operand:
     """TMA copies that bring a tile, by their arrivals on the slot's barrier."""
     if self.way == "loads":
       return 0
+    if self.way == "converted":
+      return self._narrow.slot_shape[0]
     if self.in_registers:
       return 1
     if self.way == "chunks":
@@ -107,7 +115,7 @@ class Operand:
   @property
   def in_registers(self) -> bool:
     """Whether it goes to wgmma through the consumers' registers."""
-    return self.way in ("skewed", "runs")
+    return self.way in ("converted", "skewed", "runs")
 
   @property
   def stays(self) -> bool:
@@ -115,9 +123,9 @@ class Operand:
     return self.way == "runs" and self.k_major
 
   @property
-  def interleaves(self) -> bool:
-    """Whether rows of a sum stand for others: see `skewed.row_of`."""
-    return self.way == "skewed" and self.k_major
+  def row_order(self) -> fragments.RowOrder:
+    """Which rows those of a sum stand for."""
+    return row_order(self.way, k_major=self.k_major)
 
   @property
   def slot_mn(self) -> int:
@@ -153,6 +161,12 @@ class Operand:
       return plgpu.SMEM((num_slots, *self._skewed(0).slot_shape), jnp.dtype(self.dtype))
     if self.way == "runs":
       return plgpu.SMEM((num_slots, self._run.slot_elements), jnp.dtype(self.dtype))
+    if self.way == "converted":
+      narrow = self._narrow
+      return plgpu.SMEM(
+          (num_slots, *narrow.slot_shape), jnp.dtype(self.source),
+          transforms=narrow.transforms,
+      )
     num_slots *= self.num_parts
     width = tiles.swizzle_elems(self.dtype)
     shape = {
@@ -196,6 +210,13 @@ class Operand:
           collective_axes=collective_axes,
       )
 
+    if self.way == "converted":
+      chunks, rows, width = self._narrow.slot_shape
+      first, *at = (mn, k) if self.k_major else (k, mn)
+      for chunk in range(chunks):
+        cols = at[0] + chunk * width, width
+        copy(0, slots.at[slot, chunk], (first, rows), cols)
+      return
     if self.way == "chunks":
       width = tiles.swizzle_elems(self.dtype)
       for i in range(self._num_chunks):
@@ -245,6 +266,10 @@ class Operand:
     )
 
   @property
+  def _narrow(self) -> conversions.Narrow:
+    return conversions.Narrow(self.tile_mn, self.k_major, self.source, self.dtype)
+
+  @property
   def _run(self) -> run_loads.Run:
     """The tiles of this operand, which are whole rows."""
     rows, cols = (self.mn, self.k) if self.k_major else (self.k, self.mn)
@@ -261,6 +286,8 @@ class Operand:
     """
     if self.way == "skewed":
       return self._skewed(0).load_fragments(slots.at[slot], start, batch)
+    if self.way == "converted":
+      return self._narrow.load_fragments(slots.at[slot], start, rows)
     run, first = self._run, step * self.tile_k
     valid = self.k - k - first
     at = (mn, first) if self.k_major else (k + first, 0)
@@ -269,6 +296,8 @@ class Operand:
 
   def fragments(self, loaded: jax.Array) -> jax.Array:
     """What `load_fragments` loaded, as wgmma takes it."""
+    if self.way == "converted":
+      return self._narrow.fragments(loaded)
     tiles_of = self._run if self.way == "runs" else self._skewed(0)
     return tiles_of.fragments(loaded)
 
@@ -311,6 +340,13 @@ class Operand:
   def _union(self) -> bool:
     """Whether TMA and wgmma use different views of the slots."""
     return self.way in ("flat", "chunks") and not self.emulated
+
+
+def row_order(way: str | None, *, k_major: bool) -> fragments.RowOrder:
+  """Which rows those of a sum stand for, of lhs that comes in this way."""
+  if way == "skewed" and k_major:
+    return "eighths"
+  return "pairs" if way == "converted" and not k_major else "as they are"
 
 
 @functools.lru_cache(maxsize=1024)  # A plan asks for the same few again and again.
@@ -380,6 +416,9 @@ def prepare(
     emulated: whether the kernel runs in the emulator.
     by_registers: whether all operands come through registers, on the chip.
   """
+  if problem.lhs_source and emulated:
+    lhs = tuple(lax.convert_element_type(x, jnp.dtype(problem.dtype)) for x in lhs)
+    problem = dataclasses.replace(problem, lhs_source="")
   if problem.dtype == "float32":
     lhs, rhs = map(_round_to_tf32, lhs), map(_round_to_tf32, rhs)
   if tiles.reads_k_major_only(problem.dtype):
@@ -405,8 +444,10 @@ def prepare(
     pad_for.append(None)
     if by_registers and not emulated:
       its_way = "loads"
-    elif is_lhs and getattr(config, "lhs_way", None) and not emulated:
-      its_way, its = config.lhs_way, tuple(x.reshape(-1) for x in its)
+    elif is_lhs and problem.lhs_source:
+      its_way = "converted"
+    elif is_lhs and (way := way_of_lhs(problem, config)) and not emulated:
+      its_way, its = way, tuple(x.reshape(-1) for x in its)
     elif padding.needs_padding(*its[0].shape[1:], dtype, its_way):
       if takes_loads(problem, config) and not emulated:
         its_way = "loads"
@@ -420,6 +461,7 @@ def prepare(
         Operand(
             is_lhs, k_major, tile_mn, config.tile_k, dtype, several and batched, mn,
             problem.k, its_way, emulated, *counts,
+            source=problem.lhs_source if is_lhs else "",
         )
     )
   by_kernel = not emulated and problem.dtype != "float32"  # Those are rounded anyway.

@@ -19,7 +19,8 @@ work while a tile is stored:
 
 Of operands that TMA cannot take and no pass pads (`misaligned`), three producers load
 them through registers, k tiles in turn; or TMA brings lhs all the same, skewed (see
-`skewed`), or bulk copies bring whole rows of it (see `run_loads`). With clusters, two or
+`skewed`), or bulk copies bring whole rows of it (see `run_loads`). lhs in 8 bits comes as
+it is, and consumers convert it (see `conversions`). With clusters, two or
 four neighbours along m share the rhs tile, and neighbours along n the lhs tile: each
 loads its part of it and multicasts it to all.
 
@@ -61,7 +62,7 @@ Config = PersistentConfig
 def supports(problem: Problem, config: PersistentConfig) -> str | None:
   """The reason why this kernel cannot serve, or None."""
   return (
-      tiles.check_problem(problem, scales=True)
+      tiles.check_problem(problem, scales=True, converts=True)
       or specialised.check_scales(problem, config)
       or specialised.check_gated(problem, config)
       or specialised.check_in_registers(problem, config)

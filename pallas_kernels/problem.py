@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 LhsLayout = Literal["k-major", "m-major"]
 RhsLayout = Literal["n-major", "k-major"]
+LhsWay = Literal["converted", "skewed", "runs"]
 
 # How the products are formed. The accumulator is float32 but where it is int32.
 #   bf16_f32, f16_f32: exact products of 16-bit operands.
@@ -138,6 +139,8 @@ class Problem:
     out_dtype: dtype of the result, by name.
     algorithm: a key of ALGORITHMS.
     epilogue: what follows the accumulation.
+    lhs_source, rhs_source: dtype of the array that the kernel gets in place of this
+      operand, and converts, by name; "": the operand's own.
   """
 
   m: int
@@ -152,6 +155,8 @@ class Problem:
   out_dtype: str = "bfloat16"
   algorithm: str = "bf16_f32"
   epilogue: Epilogue = Epilogue()
+  lhs_source: str = ""
+  rhs_source: str = ""
 
   @property
   def layouts(self) -> str:
@@ -224,6 +229,22 @@ class Problem:
     return _RHS_DTYPES.get(self.algorithm, self.dtype)
 
   @property
+  def stored_dtypes(self) -> tuple[str, str]:
+    """Dtypes of lhs and rhs as they lie in memory, by name."""
+    return self.lhs_source or self.dtype, self.rhs_source or self.rhs_dtype
+
+  @functools.cached_property
+  def stored_itemsizes(self) -> tuple[int, int]:
+    """Bytes of an element of each."""
+    lhs, rhs = (jnp.dtype(dtype).itemsize for dtype in self.stored_dtypes)
+    return lhs, rhs
+
+  @property
+  def converts(self) -> bool:
+    """Whether the kernel converts an operand."""
+    return bool(self.lhs_source or self.rhs_source)
+
+  @property
   def acc_dtype(self) -> str:
     """Dtype of the sums, by name."""
     return "int32" if self.dtype == "int8" else "float32"
@@ -237,6 +258,7 @@ class Problem:
         rhs_layout="k-major" if self.lhs_layout == "k-major" else "n-major",
         lhs_batched=self.rhs_batched, rhs_batched=self.lhs_batched,
         dtype=self.rhs_dtype,
+        lhs_source=self.rhs_source, rhs_source=self.lhs_source,
         algorithm=(
             _MIXED[1 - _MIXED.index(self.algorithm)]
             if self.algorithm in _MIXED else self.algorithm
@@ -286,8 +308,9 @@ class Problem:
   @property
   def num_bytes(self) -> int:
     """Bytes moved if every operand is read once and the result written once."""
-    lhs = _size(self.lhs_shape) * self.itemsize
-    rhs = _size(self.rhs_shape) * self.itemsize
+    itemsizes = self.stored_itemsizes
+    lhs = _size(self.lhs_shape) * itemsizes[0]
+    rhs = _size(self.rhs_shape) * itemsizes[1]
     out = _size(self.out_shape) * self.out_itemsize
     c = 0
     if self.epilogue.c_dtype is not None:
@@ -300,8 +323,24 @@ class Problem:
     batch = f"{self.batch} x " if self.batch > 1 else ""
     return (
         f"{batch}{self.m}x{self.n}x{self.k} {self.layouts}"
-        f" {self.dtype}->{self.out_dtype}{self.epilogue}"
+        f" {self.dtype}{self._sources()}->{self.out_dtype}{self.epilogue}"
     )
+
+  def _sources(self) -> str:
+    sources = {"lhs": self.lhs_source, "rhs": self.rhs_source}
+    named = [f"{name} of {source}" for name, source in sources.items() if source]
+    return f" ({', '.join(named)})" if named else ""
+
+
+def way_of_lhs(product: Problem, config: Config) -> LhsWay | None:
+  """How lhs comes if it goes to wgmma through the consumers' registers; else None.
+
+  `product` is what the kernel multiplies: operands may have changed places.
+  """
+  if product.lhs_source:
+    return "converted"
+  misaligned = getattr(config, "misaligned", "padded")
+  return misaligned if misaligned in ("skewed", "runs") else None
 
 
 def _size(shape: tuple[int, ...]) -> int:
@@ -404,11 +443,6 @@ class PersistentConfig:
   swap: bool = False
   float16_parts: bool = False
   split_lhs: bool = False
-
-  @property
-  def lhs_way(self) -> Literal["skewed", "runs"] | None:
-    """How lhs comes if it goes to wgmma through the consumers' registers; else None."""
-    return self.misaligned if self.misaligned in ("skewed", "runs") else None
 
   @property
   def cluster_axes(self) -> dict[str, int]:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
-from pallas_kernels import skewed, tiles
+from pallas_kernels import fragments, tiles
 from pallas_kernels.integers import (
   const64,
   i32,
@@ -39,12 +39,12 @@ Ref = Any
 
 def store(
     piece, slot: Ref, out_gmem: Ref, row, col, *, transposed: bool = False,
-    interleaved: bool = False,
+    row_order: fragments.RowOrder = "as they are",
 ) -> None:
   """Stores a piece [rows, cols] at (row, col) of an array [num_rows, num_cols].
 
-  With `transposed` the transposed piece. `interleaved` says that row i of its 64 is the
-  one that `skewed.row_of(i)` names.
+  With `transposed` the transposed piece. `row_order` says for which of its 64 rows each
+  stands: see `fragments.row_of`.
   `slot` is a piece of shared memory of its shape, or with a longer row pitch that is
   a multiple of 16 bytes. `col` is a multiple of 16.
   """
@@ -64,7 +64,7 @@ def store(
     words = _Words(width * itemsize)
     mgpu.utils.warpgroup_barrier()  # The last piece has been read.
     if transposed:
-      _write_transposed(piece, slot, pitch, interleaved=interleaved)
+      _write_transposed(piece, slot, pitch, row_order)
     else:
       piece.store_untiled(
           mgpu.utils.memref_slice(slot, (slice(None), slice(0, cols))), optimized=False
@@ -96,8 +96,9 @@ def store(
     in_cols = arith.cmpi(arith.CmpIPredicate.slt, out_col, i32(num_cols))
     left = arith.select(in_cols, arith.subi(i32(num_rows), out_row), i32(0))
     for i, values in enumerate(found):
-      if interleaved and not transposed:
-        at = arith.addi(row, skewed.row_of(arith.addi(first_row, i32(i * step))))
+      if row_order != "as they are" and not transposed:
+        stored = fragments.row_of(row_order, arith.addi(first_row, i32(i * step)))
+        at = arith.addi(row, stored)
         inside = arith.andi(in_cols, less(at, num_rows))
         words.store(address_of(at), 0, values, inside)
         continue
@@ -107,7 +108,9 @@ def store(
   write(piece, slot, out_gmem, jnp.int32(row), jnp.int32(col))
 
 
-def _write_transposed(piece, slot, pitch: int, *, interleaved: bool) -> None:
+def _write_transposed(
+    piece, slot, pitch: int, row_order: fragments.RowOrder
+) -> None:
   """Writes a fragment's columns into the slot's rows."""
   element = piece.mlir_dtype
   itemsize = mgpu.bytewidth(element)
@@ -116,7 +119,7 @@ def _write_transposed(piece, slot, pitch: int, *, interleaved: bool) -> None:
   for i, pair in enumerate(piece.registers.flat):
     block, half = divmod(i, 2)
     row = arith.addi(arith.addi(arith.shli(warp, i32(4)), group), i32(8 * half))
-    row = skewed.row_of(row) if interleaved else row
+    row = fragments.row_of(row_order, row)
     col = arith.shli(lane, i32(1))
     place = arith.addi(arith.muli(col, i32(pitch)), row)
     address = mgpu.utils.getelementptr(

@@ -18,7 +18,7 @@ places.) Of a slot [8, tile rows / 8, pitch], without swizzle:
 
   k-major   a warp takes the rows of two of the eight arrays, 8 of each, so that the
             threads of a load read 8 rows of one skew: the rows of an accumulator stand
-            for others of its 64, see `row_of`
+            for others of its 64, see `fragments.row_of`
   m-major   a thread takes k from two of the eight arrays, its neighbours from others;
             each two windows begin 16 bytes earlier than the two before, as all rows
             would begin in the same bank
@@ -263,13 +263,6 @@ class Skewed:
   def _skew_of(self, array: ir.Value) -> ir.Value:
     """As `skew` says; of arrays beyond the eighth those that they stand for."""
     return arith.andi(arith.muli(array, i32(self.cols % _UNIT)), i32(_UNIT - 1))
-
-
-def row_of(row: ir.Value) -> ir.Value:
-  """The row of 64 for which a row of the accumulator stands, of k-major lhs."""
-  return arith.addi(
-      arith.shli(arith.andi(row, i32(ARRAYS - 1)), i32(3)), arith.shrui(row, i32(3))
-  )
 
 
 def slot_bytes(tile_m: int, *, k_major: bool) -> int:

@@ -12,8 +12,10 @@ import math
 
 from pallas_kernels import (
   accumulate,
+  conversions,
   fragments,
   lhs_registers,
+  operand_tiles,
   parts,
   register_loads,
   run_loads,
@@ -23,13 +25,17 @@ from pallas_kernels import (
 )
 from pallas_kernels import epilogue as epilogues
 from pallas_kernels import ring as rings
-from pallas_kernels.problem import PersistentConfig, Problem
+from pallas_kernels.problem import PersistentConfig, Problem, way_of_lhs
 
 MAX_TILE_N = 384  # Columns of a tile: those of two wgmma that need 192 registers.
 LOADING_PRODUCERS = 3  # Where registers load operands: see `num_producers`.
 MAX_BARRIERS = 32  # In one array of barriers.
 MAX_SUMS_BESIDE_RUN = 128  # Registers of an accumulator beside lhs that comes in runs.
 MAX_UNTRADED_SUMS = 64  # Registers of an accumulator beside producers that need some.
+# Why lhs of what is multiplied cannot come in these ways.
+_CHECKS = {
+    "converted": conversions.check, "skewed": skewed.check, "runs": run_loads.check,
+}
 Supports = Callable[[Problem, PersistentConfig], str | None]
 
 
@@ -127,27 +133,28 @@ def _check_loads(problem: Problem, config: PersistentConfig) -> str | None:
 
 
 def check_in_registers(problem: Problem, config: PersistentConfig) -> str | None:
-  """Why lhs cannot come skewed or in runs, or None."""
-  if config.lhs_way is None:
+  """Why lhs cannot come skewed, in runs or in 8 bits, or None."""
+  if not problem.converts and config.misaligned not in _CHECKS:
     return None
-  check = {"skewed": skewed.check, "runs": run_loads.check}[config.lhs_way]
   product = multiplied(problem, config)
-  if (reason := check(product, config)) is not None:
+  its_way = "converted" if problem.converts else config.misaligned
+  if (reason := _CHECKS[its_way](product, config)) is not None:
     return reason
-  way, skews = f"misaligned={config.lhs_way!r}", config.lhs_way == "skewed"
+  way = "lhs that is converted" if problem.converts else f"misaligned={its_way!r}"
+  reordered = row_order(problem, config) != "as they are"
   if config.cluster_n > 1:
     return f"{way} excludes cluster_n: no lhs is multicast so"
   wg_m, wg_n = wg_tile(config)
   if wg_n != config.tile_n:
     return f"{way}: each consumer takes all columns of a tile"
-  if skews and wg_m != fragments.ROWS:
+  if its_way == "skewed" and wg_m != fragments.ROWS:
     return f"{way}: each consumer takes {fragments.ROWS} rows of a tile"
-  if not skews and wg_m * wg_n > MAX_SUMS_BESIDE_RUN * tiles.WG_THREADS:
+  if its_way != "skewed" and wg_m * wg_n > MAX_SUMS_BESIDE_RUN * tiles.WG_THREADS:
     return f"{way}: sums of {wg_m}x{wg_n} leave too few registers for lhs"
   epilogue = problem.epilogue
   if epilogue.gated or epilogue.has_c or epilogue.scaling != "none":
     return f"{way} excludes c, scales and gated products"
-  if skews and config.swap and epilogue.has_bias:
+  if config.swap and epilogue.has_bias and (reordered or its_way == "skewed"):
     return f"{way} with swap=True excludes bias"
   return None
 
@@ -168,7 +175,7 @@ def check_swap(problem: Problem, config: PersistentConfig) -> str | None:
   if epilogue.c_dtype == "float32":
     return "swap=True takes c of 16 bits, not float32"
   odd = problem.n % tiles.tma_stride_elems(problem.out_dtype) > 0
-  if odd and config.lhs_way is None:
+  if odd and way_of_lhs(multiplied(problem, config), config) is None:
     return f"swap=True: TMA cannot store rows of n={problem.n} elements"
   return None
 
@@ -250,15 +257,16 @@ def _epilogue(
     problem, transposed = problem.transposed, False
   return epilogues.make_epilogue(
       problem, cols, config.consumers, emulated=False, transposed=transposed, room=room,
-      interleaved=interleaves(problem, config),
+      row_order=row_order(problem, config),
   )
 
 
-def interleaves(problem: Problem, config: PersistentConfig) -> bool:
-  """Whether rows of a consumer's sums stand for others: see `skewed.row_of`."""
-  if config.lhs_way != "skewed":
-    return False
-  return multiplied(problem, config).lhs_layout == "k-major"
+def row_order(problem: Problem, config: PersistentConfig) -> fragments.RowOrder:
+  """Which rows those of a consumer's sums stand for."""
+  product = multiplied(problem, config)
+  return operand_tiles.row_order(
+      way_of_lhs(product, config), k_major=product.lhs_layout == "k-major"
+  )
 
 
 def epilogue_room(
@@ -267,7 +275,7 @@ def epilogue_room(
   """Shared memory that the ring, the barriers and `others` leave; less than 0: too much.
   """
   ring = config.num_stages * slot_bytes(problem, config)
-  if config.lhs_way == "runs":
+  if config.misaligned == "runs":
     ring += run_loads.slots_bytes(multiplied(problem, config), config)
   return tiles.SMEM_LIMIT_BYTES - ring - tiles.BARRIER_BYTES - others
 
@@ -278,10 +286,12 @@ def slot_bytes(problem: Problem, config: PersistentConfig) -> int:
     return lhs_registers.slot_bytes(config)
   split, product = parts.of(problem, config), multiplied(problem, config)
   lhs_parts = rhs_parts = split.count if split else 1
-  lhs_bytes = 0
-  if config.lhs_way is not None:
+  lhs_bytes, way = 0, way_of_lhs(product, config)
+  if way is not None:
     lhs_parts = 0
-  if config.lhs_way == "skewed":
+  if way == "converted":
+    lhs_bytes = conversions.slot_bytes(config.tile_m)
+  if way == "skewed":
     k_major = product.lhs_layout == "k-major"
     lhs_bytes = skewed.slot_bytes(config.tile_m, k_major=k_major)
   return lhs_bytes + tiles.slot_bytes(

@@ -56,7 +56,7 @@ def supports(problem: Problem, config: SplitKConfig) -> str | None:
   if config.wg_dim == "tile":
     return "wg_dim=tile: a CTA of split_k rarely has a second tile to multiply"
   return (
-      tiles.check_problem(problem)
+      tiles.check_problem(problem, converts=True)
       or specialised.check_parts(problem, config, supports)
       or specialised.check_swap(problem, config)
       or specialised.check_in_registers(problem, config)

@@ -196,9 +196,15 @@ def rhs_block(problem: Problem) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def check_problem(problem: Problem, *, scales: bool = False) -> str | None:
-  """Why no kernel serves this problem, or none but persistent, which `scales`; or None.
+def check_problem(
+    problem: Problem, *, scales: bool = False, converts: bool = False
+) -> str | None:
+  """Why no kernel serves this problem, or none but those that can more; or None.
+
+  Of which persistent `scales`, and `converts`, as does split_k.
   """
+  if problem.converts and not converts:
+    return "operands of 8 bits: only persistent and split_k convert one to 16"
   scaling = problem.epilogue.scaling
   if problem.epilogue.gated and not scales:
     return "gated: only persistent forms two products at once"

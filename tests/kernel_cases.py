@@ -148,7 +148,8 @@ SWAPPED_TILES = (
 def operand_types(problem: Problem) -> list[tuple[tuple[int, ...], str]]:
   """Shape and dtype of each operand as it is stored: lhs, rhs, maybe c and bias."""
   epilogue = problem.epilogue
-  found = [(problem.lhs_shape, problem.dtype), (problem.rhs_shape, problem.rhs_dtype)]
+  shapes = problem.lhs_shape, problem.rhs_shape
+  found = list(zip(shapes, problem.stored_dtypes, strict=True))
   if epilogue.has_c:
     found.append((problem.out_shape, epilogue.c_dtype))
   if epilogue.has_bias:
@@ -159,10 +160,14 @@ def operand_types(problem: Problem) -> list[tuple[tuple[int, ...], str]]:
 def random_operands(problem: Problem, seed: int = 0) -> tuple[jax.Array, ...]:
   """Fresh normal operands."""
   rng = np.random.default_rng(seed)
-  draw = rng.standard_normal
-  if problem.dtype == "int8":
-    draw = lambda shape: rng.integers(-128, 128, shape)
-  return tuple(jnp.asarray(draw(shape), dtype) for shape, dtype in operand_types(problem))
+
+  def draw(shape, dtype):
+    if dtype == "int8":
+      return rng.integers(-128, 128, shape)
+    return rng.standard_normal(shape)
+
+  types = operand_types(problem)
+  return tuple(jnp.asarray(draw(*each), each[1]) for each in types)
 
 
 def as_multiplied(problem: Problem, operands, dtype=np.float64) -> list[np.ndarray]:
@@ -189,6 +194,8 @@ def baseline_error(problem: Problem, operands) -> float:
   the tensor cores would.
   """
   lhs, rhs, *c = operands
+  if problem.converts:
+    lhs, rhs = (x.astype(problem.dtype) for x in (lhs, rhs))
   if problem.dtype == "float32" and jax.default_backend() == "cpu":
     lhs, rhs = (lax.reduce_precision(x, 8, 10) for x in (lhs, rhs))
   lhs_k = 2 if problem.lhs_layout == "k-major" else 1

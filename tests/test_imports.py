@@ -27,7 +27,7 @@ LAYERS = (
     ("launch", "explaining"),
     ("lowering",),
     ("layouts",),
-    ("partitioning",),
+    ("partitioning", "converted"),
     ("passes",),
     ("primitive", "cotangents"),
     ("gradients", "scaled_product"),

@@ -82,7 +82,7 @@ def test_why_not(kind, config, named):
 def test_lhs_may_come_skewed():
   problem = problem_of("bfloat16", 8192, 768, 50257)
   chosen = plan.make_plan(problem, H200, batch_invariant=True)
-  assert chosen.config.lhs_way == "skewed"
+  assert chosen.config.misaligned == "skewed"
   assert invariance.why_not(problem, chosen.config) is None
 
 

@@ -292,5 +292,5 @@ def test_split_k_takes_no_tiles_of_all_of_k():
 def test_plans(size, batch, layouts, runs):
   problem = make_problem(*size, layouts, batch=batch)
   best = heuristics.candidates(problem, H200)[0]
-  assert (getattr(best.config, "lhs_way", None) == "runs") == runs
+  assert (getattr(best.config, "misaligned", None) == "runs") == runs
   assert "padding lhs" not in best.reason

@@ -15,7 +15,7 @@ import pytest
 
 from jaxgemm import heuristics
 from jaxgemm.device import known_device
-from pallas_kernels import KERNELS, skewed
+from pallas_kernels import KERNELS, fragments, skewed
 from pallas_kernels.problem import Epilogue
 from tests import kernel_cases
 from tests.kernel_cases import check, lowered, make_problem, small_config
@@ -30,8 +30,9 @@ def in_integers(monkeypatch):
       addi="add", subi="sub", muli="mul", andi="and_", shli="lshift", shrui="rshift"
   )
   computed = {name: getattr(operator, does) for name, does in names.items()}
-  monkeypatch.setattr(skewed, "arith", types.SimpleNamespace(**computed))
-  monkeypatch.setattr(skewed, "i32", int)
+  for module in (fragments, skewed):
+    monkeypatch.setattr(module, "arith", types.SimpleNamespace(**computed))
+    monkeypatch.setattr(module, "i32", int)
 
 
 def copied(
@@ -98,7 +99,7 @@ def test_elements_are_where_consumers_look_for_them(
 
 def test_rows_of_a_fragment(in_integers):
   """Each row of 64 once; a warp's are those of two arrays."""
-  named = np.array([skewed.row_of(row) for row in range(64)])
+  named = np.array([fragments.row_of("eighths", row) for row in range(64)])
   assert sorted(named) == list(range(64))
   for warp in range(4):
     assert set(named[16 * warp : 16 * warp + 16] % 8) == {2 * warp, 2 * warp + 1}
@@ -134,7 +135,7 @@ def test_threads_load_their_elements(in_integers, monkeypatch, k_major, batch, c
     for i, (first, second) in enumerate(words):
       block, half = divmod(i, 2)
       row = 16 * warp + 8 * half + group
-      row = start + (skewed.row_of(row) if k_major else row)
+      row = start + (fragments.row_of("eighths", row) if k_major else row)
       found = first if tile._is_whole(half) else (first, second)
       k = 8 * block + 2 * lane
       assert tuple(found) == tuple(matrix[row, k : k + 2])
@@ -210,14 +211,14 @@ def test_plans(size, layouts, skews):
   """Large operands, a pass over which would take long, come skewed."""
   device = known_device("NVIDIA H200")
   best = heuristics.candidates(make_problem(*size, layouts), device)[0]
-  assert (getattr(best.config, "lhs_way", None) == "skewed") == skews
+  assert (getattr(best.config, "misaligned", None) == "skewed") == skews
 
 
 def test_a_skewed_operand_takes_no_pass():
   device = known_device("NVIDIA H200")
   problem = make_problem(8192, 768, 50257, "NN")
   listed = heuristics.candidates(problem, device)
-  best = next(c for c in listed if c.config.lhs_way == "skewed")
+  best = next(c for c in listed if c.config.misaligned == "skewed")
   other = dataclasses.replace(best.config, misaligned="padded")
   assert "padding" not in best.reason and math.isfinite(best.time_us)
   assert KERNELS["persistent"].supports(problem, other) is None

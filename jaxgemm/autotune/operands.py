@@ -31,7 +31,7 @@ def stored_shapes(problem: Problem) -> tuple[tuple[int, ...], ...]:
 
 def operand_types(problem: Problem) -> tuple[jax.ShapeDtypeStruct, ...]:
   """Returns the types of lhs, rhs and maybe c as stored."""
-  dtypes = [problem.dtype, problem.rhs_dtype, problem.epilogue.c_dtype]
+  dtypes = [*problem.stored_dtypes, problem.epilogue.c_dtype]
   return tuple(
       jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
       for shape, dtype in zip(stored_shapes(problem), dtypes, strict=False)
@@ -48,12 +48,13 @@ def make_inputs(problem: Problem) -> Callable[[jax.Array], Inputs]:
   @jax.jit
   def inputs(key: jax.Array) -> Inputs:
     keys = jax.random.split(key, len(types))
-    return tuple(_drawn(keys[i], operand) for i, operand in enumerate(types))
+    return tuple(drawn(keys[i], operand) for i, operand in enumerate(types))
 
   return inputs
 
 
-def _drawn(key: jax.Array, operand: jax.ShapeDtypeStruct) -> jax.Array:
+def drawn(key: jax.Array, operand: jax.ShapeDtypeStruct) -> jax.Array:
+  """Returns an array of this type: normal, or of integers of all sizes."""
   if operand.dtype == jnp.int8:
     return jax.random.randint(key, operand.shape, -128, 128, jnp.int8)
   if operand.dtype.itemsize == 1:
