@@ -174,6 +174,7 @@ def _group(rows: Sequence[dict[str, Any]]) -> Group:
   problem = Problem(
       **{name: first[name] for name in sizes},
       algorithm=suites.algorithm(first["dtype"], first.get("precision", "default")),
+      rhs_source=first.get("rhs_source", ""),
   )
   device = known_device(first["device"])
   xla_estimate = xla_estimate_us(problem, device)

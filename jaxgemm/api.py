@@ -48,7 +48,9 @@ def matmul(
 
   Args:
     a: [*batch, m, k], or [k].
-    b: [*batch, k, n], or [k]. The batches broadcast; mixed dtypes promote.
+    b: [*batch, k, n], or [k]. The batches broadcast; mixed dtypes promote. Where few rows
+      meet weights of int8 or float8 that are promoted, or that the caller has converted
+      just before, a kernel reads them as they are.
     precision: as for jnp.matmul; `jaxgemm.precision` says what each one computes.
     preferred_element_type: dtype of the result. Sums of floating-point operands of up to
       32 bits are float32 in any case.
