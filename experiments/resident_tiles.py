@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import accumulate, operand_tiles
+from pallas_kernels import accumulate, operand_tiles, preparing
 from pallas_kernels.problem import PersistentConfig, Problem
 
 Refs = Mapping[str, Any]
@@ -50,7 +50,7 @@ class ResidentTiles:
   def prepare(
       self, lhs: jax.Array, rhs: jax.Array, *, emulated: bool
   ) -> operand_tiles.Prepared:
-    return operand_tiles.prepare(
+    return preparing.prepare(
         (lhs,), (rhs,), Problem(TILE_M, self.tile_n, self.num_slots * TILE_K),
         PersistentConfig(TILE_M, self.tile_n, TILE_K, self.num_slots), emulated=emulated,
     )

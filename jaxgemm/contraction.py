@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import jax
 from jax import lax
 
-from jaxgemm import converted
+from jaxgemm import converted, table
 from jaxgemm import plan as plans
 from jaxgemm import precision as precisions
-from jaxgemm import table
 from jaxgemm.arguments import as_dtype
 from jaxgemm.contexts import current_target, is_batch_invariant
 from jaxgemm.dims import Axes, Dims, fold

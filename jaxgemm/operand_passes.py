@@ -1,6 +1,6 @@
 """Passes over operands before a kernel: which there are, and over how many bytes.
 
-What `operand_tiles` and `parts` do to operands that a kernel cannot take as they are.
+What `preparing` and `parts` do to operands that a kernel cannot take as they are.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def misaligned(problem: Problem, num_bytes: int) -> tuple[str, ...]:
 
 
 def _pass_over(problem: Problem, shape, k_major: bool, way: str) -> str | None:
-  """What `operand_tiles.prepare` does to an operand before the kernel, or None."""
+  """What `preparing` does to an operand before the kernel, or None."""
   if problem.dtype == "float32":
     return "rounding" if k_major else "rounding and transposing"
   if tiles.reads_k_major_only(problem.dtype) and not k_major:

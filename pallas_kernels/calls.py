@@ -17,6 +17,7 @@ from pallas_kernels import (
   operand_tiles,
   padding,
   parts,
+  preparing,
   tiles,
 )
 from pallas_kernels import epilogue as epilogues
@@ -127,7 +128,7 @@ def make_call(
   if split is not None and split.lhs_in_registers:
     prepared = lhs_registers.prepare(*operands[:2], problem, config, emulated=emulated)
   else:
-    prepared = operand_tiles.prepare(
+    prepared = preparing.prepare(
         *lhs_and_rhs, problem, config, emulated=emulated, by_registers=by_registers,
     )
   epilogue = epilogues.make_epilogue(

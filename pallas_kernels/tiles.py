@@ -184,7 +184,7 @@ def reads_k_major_only(dtype: str) -> bool:
 
 
 def reads_rhs_k_major(problem: Problem) -> bool:
-  """Whether the kernel sees rhs k-major (`operand_tiles.prepare` may transpose it)."""
+  """Whether the kernel sees rhs k-major (`preparing` may transpose it)."""
   return problem.rhs_layout == "k-major" or reads_k_major_only(problem.dtype)
 
 
