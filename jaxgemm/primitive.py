@@ -359,8 +359,14 @@ def _tuple(axes) -> tuple[str, ...]:
 # Without it: "Batching rule for 'jaxgemm' not implemented".
 def _batch(operands, axes, *, product: Product):
   """A batch of one operand joins m or n where its storage allows, else the batch."""
+  source, at = None, int(product.attached == "rhs")
   if product.attached:
-    operands, axes, product = operands[:-1], axes[:-1], product.detached
+    *operands, source = operands
+    *axes, source_axis = axes
+    if axes[at] is not None and source_axis is not None:
+      source = jnp.moveaxis(source, source_axis, axes[at])
+    elif axes[at] != source_axis:
+      source, product = None, product.detached
   lhs, rhs, *c = operands
   lhs_axis, rhs_axis, *c_axis = axes
   if lhs_axis is None and rhs_axis is None:
@@ -394,10 +400,12 @@ def _batch(operands, axes, *, product: Product):
         out_sharding.update(spec=PartitionSpec(*spec)),
         wanted, _transposed_names(wanted, folding.c_perm),
     )
+  perms = folding.lhs_perm, folding.rhs_perm
+  attached = [] if source is None else [transposed(source, perms[at ^ folding.exchanged])]
   if folding.exchanged:
     lhs, rhs, product = rhs, lhs, product.exchanged
   out = bind(
-      transposed(lhs, folding.lhs_perm), transposed(rhs, folding.rhs_perm), *c,
+      *map(transposed, (lhs, rhs), perms), *c, *attached,
       product=product.replace(dims=folding.dims, out_sharding=out_sharding),
   )
   return transposed(out, folding.out_perm), out_axis

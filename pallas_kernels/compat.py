@@ -265,8 +265,8 @@ def conversion_of(x) -> Conversion | None:
   Transposed and multiplied by smaller factors it may be, too. An argument, as of what has
   been computed the last kernel does the conversion.
   """
-  traced, perm, dtypes = _traced(x), tuple(range(np.ndim(x))), []
-  whole = not _is_batched(x)
+  traced, dtypes, whole = _traced(x), [], True
+  perm = () if traced is None else tuple(range(traced.ndim))
   while traced is not None and (equation := traced.parent) is not None:
     name, shape = equation.primitive.name, traced.aval.shape
     before = equation.in_tracers
@@ -289,13 +289,20 @@ def conversion_of(x) -> Conversion | None:
   if not (whole and eight_bits and wide and min(x.itemsize for x in dtypes) > 1):
     return Conversion(traced.dtype, None)
   unmoved = perm == tuple(range(len(perm)))
-  return Conversion(traced.dtype, traced if unmoved else _lax.transpose(traced, perm))
+  source = traced if unmoved else _lax.transpose(traced, perm)
+  return Conversion(traced.dtype, _mapped_as(x, source))
 
 
-def _is_batched(x) -> bool:
-  while isinstance(x, (_ad.JVPTracer, _ad.LinearizeTracer)):
-    x = x.primal
-  return isinstance(x, _batching.BatchTracer)
+def _mapped_as(x, array):
+  """The array, which x is of in the innermost trace, as x is mapped by vmap around it."""
+  if isinstance(x, (_ad.JVPTracer, _ad.LinearizeTracer)):
+    return _mapped_as(x.primal, array)
+  if not isinstance(x, _batching.BatchTracer):
+    return array
+  within = _mapped_as(x.val, array)
+  if within is None or not isinstance(x.batch_dim, int):
+    return None
+  return _batching.BatchTracer(x._trace, within, x.batch_dim)
 
 
 def _traced(x):

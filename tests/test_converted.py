@@ -47,6 +47,11 @@ WRITTEN = {
     "forward mode": lambda x, w: jax.jvp(
         lambda x: jaxgemm.matmul(x, w.astype(x.dtype)), (x,), (x,)),
     "accelerated": jaxgemm.accelerate(lambda x, w: x @ w.astype(x.dtype)),
+    "mapped": lambda x, w: jax.vmap(
+        lambda x: jaxgemm.matmul(x, w.astype(x.dtype)))(x[:, None]),
+    "experts of jit": lambda x, w: jax.vmap(
+        jax.jit(lambda x, w: jaxgemm.matmul(x, w.T.astype(x.dtype).T)), (None, 2), 1)(
+            x, jnp.stack([w] * 3, 2)),
 }
 
 
@@ -59,6 +64,26 @@ def test_few_rows_of_weights_are_converted_in_the_kernel(name, source):
   plan = next(plan for plan in found if plan.problem.converts)
   assert plan.kernel in ("persistent", "split_k") and source in str(plan.problem)
   assert plan.reason and plan.source == "heuristic"
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("differentiated", [False, True])
+def test_experts(axis, differentiated):
+  """Mapped together with their conversion, along any axis."""
+  def multiply(x, w):
+    return jaxgemm.matmul(x, w.astype(x.dtype))
+
+  def forward(x, w):
+    return jax.jvp(lambda x: multiply(x, w), (x,), (x,))[0]
+
+  shape = [4096, 1024]
+  shape.insert(axis, 8)
+  x = jax.ShapeDtypeStruct((8, 16, 4096), "bfloat16")
+  w = jax.ShapeDtypeStruct(tuple(shape), "int8")
+  function = jax.vmap(forward if differentiated else multiply, (0, axis))
+  found = plans(function, x, w)
+  problem = next(plan.problem for plan in found if plan.problem.converts)
+  assert (problem.batch, problem.rhs_source) == (8, "int8")
 
 
 @pytest.mark.parametrize(
@@ -76,8 +101,6 @@ def test_few_rows_of_weights_are_converted_in_the_kernel(name, source):
             x, w.astype(x.dtype), beta=1.0, c=jnp.ones((16, 14336), x.dtype)),
         "batch invariant": lambda x, w: jaxgemm.matmul(
             x, w.astype(x.dtype), batch_invariant=True),
-        "mapped": lambda x, w: jax.vmap(
-            lambda x: jaxgemm.matmul(x, w.astype(x.dtype)))(x[:, None]),
     }.items(),
 )
 def test_what_no_kernel_converts(name, function):
@@ -214,6 +237,13 @@ TRANSFORMED = {
     "both mapped": lambda f: lambda x, w: jax.vmap(f)(x[None], w[None]),
     "mapped within": lambda f: lambda x, w: jax.vmap(jax.jit(f), (None, 0))(x, w[None]),
     "accelerated": lambda f: jaxgemm.accelerate(f),
+    "mapped along columns": lambda f: lambda x, w: jax.vmap(
+        f, (None, 2), 1)(x, jnp.stack([w, w], 2)),
+    "mapped twice": lambda f: lambda x, w: jax.vmap(jax.vmap(f, (0, None)), (None, 0))(
+        jnp.stack([x, x]), jnp.stack([w, -w])),
+    "gradients of mapped": lambda f: jax.grad(
+        lambda x, w: jnp.sum(jnp.sin(jax.vmap(f)(
+            x.reshape(2, 8, 96), jnp.stack([w, w])))), (0, 1)),
 }
 
 
@@ -247,6 +277,19 @@ def test_an_emulated_kernel_gets_the_array(swapped, rng):
     found = jax.jit(function)(x, w)
   (plan,) = record.plans
   assert plan.problem.converts and plan.kernel != "xla"
+  exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
+  assert reference.relative_error(found, exact) < 4e-3
+
+
+@pytest.mark.parametrize("axis", [0, 2])
+def test_an_emulated_kernel_gets_the_arrays_of_experts(axis, rng):
+  x = jnp.asarray(rng.standard_normal((2, 16, 512)), "bfloat16")
+  w = jnp.asarray(rng.integers(-128, 128, (2, 512, 2048)), "int8")
+  function = jax.vmap(WRITTEN["converted"], (0, axis))
+  with jaxgemm.emulate(), recording() as record:
+    found = jax.jit(function)(x, jnp.moveaxis(w, 0, axis))
+  (plan,) = record.plans
+  assert plan.problem.converts and plan.problem.batch == 2
   exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
   assert reference.relative_error(found, exact) < 4e-3
 
