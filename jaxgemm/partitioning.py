@@ -35,8 +35,9 @@ def partitioned_product(product: Product, num_operands: int, bind):
   dims = product.dims
   num_rhs = 1 + product.gated
   biases = ("n",) * (num_rhs * product.has_bias)
-  num_c = num_operands - 1 - num_rhs - len(biases)  # Or of what slopes depend on.
-  groups = (dims.lhs,) + (dims.rhs,) * num_rhs + (dims.out,) * num_c + biases
+  attached = {"": (), "lhs": (dims.lhs,), "rhs": (dims.rhs,)}[product.attached]
+  num_c = num_operands - 1 - num_rhs - len(biases) - len(attached)  # Or slopes' z.
+  groups = (dims.lhs,) + (dims.rhs,) * num_rhs + (dims.out,) * num_c + biases + attached
 
   # Only the types of its results count: `_partition` has the rest.
   def whole(*operands):
@@ -76,8 +77,8 @@ def _partition(product: Product, groups, bind, mesh, operands, result):
   first = result[0] if product.is_fused else result
   out = ShardedArray.of(dims.names(dims.out), first)
   # The second rhs of a gated product lies as the first, and moves with it.
-  num = 2 + product.gated
-  layout = choose_layout(arrays[:2], [out], dict(mesh.shape), arrays[num:])
+  num, end = 2 + product.gated, len(arrays) - bool(product.attached)
+  layout = choose_layout(arrays[:2], [out], dict(mesh.shape), arrays[num:end])
   (reduction,) = layout.reductions
   product = of_shards(product)
 
@@ -87,19 +88,24 @@ def _partition(product: Product, groups, bind, mesh, operands, result):
     lhs, factors, c, biases, entering = product.named(operands)
     # As XLA's dot does, the partial sums travel in the result's dtype: float32 ones would
     # be as exact as one device's, and take twice the time of what is between devices.
-    partial = product.linear.replace(alpha=1.0)
+    partial = product.linear.replace(
+        alpha=1.0, converted=product.converted, attached=product.attached
+    )
+    source = operands[end:]
     products = [
-        added(bind(lhs, rhs, product=partial), out, reduction) for rhs in factors
+        added(bind(lhs, rhs, *source, product=partial), out, reduction)
+        for rhs in factors
     ]
     if product.alpha == 1.0 and c is None and not product.is_fused:
       return products[0]
     wide = [lax.convert_element_type(x, "float32") for x in products]
     return epilogue(product, wide, c, biases, entering)
 
+  # What an operand is a conversion of lies as it does.
   shardings = [sharding(mesh, array, layout.parts) for array in arrays]
   # c and bias are added after the reduction, as the result lies then.
   parts = layout.result_parts(0)
-  shardings[num:] = [sharding(mesh, array, parts) for array in arrays[num:]]
+  shardings[num:end] = [sharding(mesh, array, parts) for array in arrays[num:end]]
   results = [sharding(mesh, out, parts)] * product.num_results
   results = results if product.is_fused else results[0]
   return mesh, of_one_device(compute), results, tuple(shardings)

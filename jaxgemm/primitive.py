@@ -129,18 +129,13 @@ def _lower_kernels(ctx, *operands, product: Product):
   elif can_partition(ctx):
     check_not_exported(ctx, num_devices)
     record_partitioned()
-    # A shard does not see how its operands were made; XLA's own product converts them.
-    if product.attached:
-      operands, product = operands[:-1], product.detached
     function = functools.partial(_partitioned, product)
   else:
     # No mesh by whose axes to name the shards; XLA partitions its own dot anyhow.
     return xla("over devices without a mesh")
   # What runs on one device knows nothing of the mesh in its operands' types.
   local = ctx.replace(
-      avals_in=[
-          jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in[: len(operands)]
-      ]
+      avals_in=[jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]
   )
   results = _lower_function(local, function, operands, product)
   return [

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 import contextlib
+import math
 import re
 
 import jax
@@ -80,6 +81,37 @@ def test_collectives_are_those_of_xlas_dot(name):
     ours = _collectives(jaxgemm.matmul, *args)
   assert "CustomSPMDPartitioning" in lowered
   assert ours == theirs == Counter({("all-reduce", shape): 1 for shape in reduced})
+
+
+@pytest.mark.parametrize("name", AGREEING)
+def test_weights_in_8_bits(name):
+  """They, the larger operand, lie as what they are converted to, and are not gathered."""
+  shapes, *specs, reduced = AGREEING[name]
+  mesh, dtypes = _mesh(), [jnp.bfloat16, jnp.bfloat16]
+  dtypes[math.prod(shapes[1]) > math.prod(shapes[0])] = jnp.int8
+
+  def convert(library):
+    return lambda *x: library.matmul(*(each.astype("bfloat16") for each in x))
+
+  args = [
+      jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+      for shape, dtype, spec in zip(shapes, dtypes, specs, strict=True)
+  ]
+  rng = np.random.default_rng(0)
+  values = [
+      jax.device_put(jnp.asarray(rng.integers(-9, 9, x.shape), x.dtype), x.sharding)
+      for x in args
+  ]
+  theirs = _collectives(convert(jnp), *args)
+  with jaxgemm.emulate():
+    jaxpr = jax.make_jaxpr(convert(jaxgemm))(*values)
+    (product,) = (e for e in jaxpr.eqns if e.primitive.name == "jaxgemm")
+    ours = _collectives(convert(jaxgemm), *args)
+    found = jax.jit(convert(jaxgemm))(*values)
+  assert [x.aval.dtype.name for x in product.invars][2:] == ["int8"]
+  assert ours == theirs == Counter({("all-reduce", shape): 1 for shape in reduced})
+  exact = np.matmul(*(np.asarray(x, np.float64) for x in values))
+  assert reference.relative_error(found, exact) < 4e-3
 
 
 @pytest.mark.parametrize("name", AGREEING)
