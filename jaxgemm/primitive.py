@@ -59,6 +59,10 @@ def _bind(*operands, product: Product):
 def _abstract_eval(*operands, product: Product):
   """The type that lax.dot_general gives, errors included; c must have it too."""
   lhs, (rhs,), c, _, _ = product.named(operands)
+  if product.attached:
+    operand = lhs if product.attached == "lhs" else rhs
+    if operands[-1].shape != operand.shape:
+      raise TypeError(f"{product.attached}, {operand}, is not {operands[-1]} converted")
   aval = result_type(lhs, rhs, product)
   if c is not None and c.shape != aval.shape:
     raise TypeError(f"c has shape {c.shape}, the product {aval.shape}")

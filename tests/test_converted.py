@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -279,6 +280,41 @@ def test_an_emulated_kernel_gets_the_array(swapped, rng):
   assert plan.problem.converts and plan.kernel != "xla"
   exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
   assert reference.relative_error(found, exact) < 4e-3
+
+
+@pytest.mark.parametrize(
+    ("subscripts", "mapped"),
+    [("akb,mk->mab", None), ("mk,akb->mab", None), ("akbc,mkc->cmab", None),
+     ("akb,mk->mab", (3, 2)), ("kn,mk->mn", (1, 1))],
+)
+def test_the_array_moves_as_its_operand(subscripts, mapped, rng):
+  """Transposed, exchanged and mapped with it, wherever the operand goes."""
+  axes = subscripts.split("->")[0].split(",")
+  of = dict(a=8, b=64, c=2, k=128, m=8, n=1024)
+  weights = max(range(2), key=lambda i: math.prod(of[axis] for axis in axes[i]))
+  shapes = [tuple(of[axis] for axis in each) for each in axes]
+  for i, axis in enumerate(mapped or ()):
+    shapes[i] = (*shapes[i][:axis], 3, *shapes[i][axis:])
+  x = [jnp.asarray(rng.standard_normal(each), "bfloat16") for each in shapes]
+  x[weights] = jnp.asarray(rng.integers(-128, 128, shapes[weights]), "int8")
+
+  def computed(library):
+    def product(*x):
+      return library.einsum(subscripts, *(each.astype("bfloat16") for each in x))
+
+    return product if mapped is None else jax.vmap(product, mapped)
+
+  (product,) = (
+      e for e in equations(jax.make_jaxpr(computed(jaxgemm))(*x).jaxpr)
+      if e.primitive.name == "jaxgemm"
+  )
+  operand, source = product.invars[product.params["product"].attached == "rhs"], (
+      product.invars[2])
+  assert source.aval.dtype == jnp.int8 and source.aval.shape == operand.aval.shape
+  with jaxgemm.emulate():
+    found = jax.jit(computed(jaxgemm))(*x)
+  exact = computed(jnp)(*(each.astype("float32") for each in x))
+  assert reference.relative_error(found, np.asarray(exact, np.float64)) < 1e-2
 
 
 @pytest.mark.parametrize("axis", [0, 2])
