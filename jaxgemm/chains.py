@@ -78,7 +78,7 @@ class Fusion:
       chain = _begun(first, equation)
       if chain is None:
         continue
-      if all(x.aval.dtype.name in _FLOATS for x in equation.invars):
+      if all(x.aval.dtype.name in _FLOATS for x in equation.invars[:2]):
         self._grow(chain)
       else:
         self.chains[first] = chain
@@ -184,7 +184,8 @@ def _begun(index: int, equation: JaxprEqn) -> Chain | None:
   """The chain of a product alone; None if the equation is none, or none of ours."""
   params = equation.params
   if equation.primitive is gemm_p:
-    product, dims = params["product"], params["product"].dims
+    product = params["product"].detached
+    dims = product.dims
     named = product.implementation is not None or product.config is not None
     if product.beta or named or product.out_sharding is not None:
       return None

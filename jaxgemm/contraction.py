@@ -87,7 +87,8 @@ def contract(
     product, source = converted.with_source(product, lhs, rhs)
   behind = product.is_fused or product.beta and not rounds_once
   planned = product.implementation is None and not product.batch_invariant
-  if behind and planned and converted.stays_apart(lhs, factors):
+  summed = [i for i, axis in enumerate(axes[0]) if axis not in out_axes]
+  if behind and planned and converted.stays_apart(product, lhs, factors, summed):
     alone = converted.alone(product)
     products = [contract(name, lhs, x, axes, alone, out_sharding) for x in factors]
     return converted.followed(product, products, others[num_more:])

@@ -6,6 +6,8 @@ says what its operands were, and has the array of the larger one as a further op
 
 Kernels that convert fuse nothing behind the product. Where few rows meet the weights its
 result is small, and the weights are what takes the time: so layers are taken apart there.
+Their products, factors included, are rounded to the dtype of the result before what
+follows, as where one writes them so.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from jaxgemm.product import Product
 from pallas_kernels import compat
 from pallas_kernels.problem import ALGORITHM_OF_EIGHT_BITS, NONE
 
-_FEW = 8  # Times as many elements as the other operand has: then its rows are few.
+_FEW = 256  # Rows of which a result takes little time beside the weights,
+_LEAST_DEPTH = 2  # if k has as many for each of them.
+_ALIGNED = 16  # Elements of 8 bits in a row of the weights: what TMA can stride over.
 
 
 def with_source(product: Product, lhs, rhs) -> tuple[Product, Any]:
@@ -30,7 +34,8 @@ def with_source(product: Product, lhs, rhs) -> tuple[Product, Any]:
   operands = lhs, rhs
   found = [compat.conversion_of(x) for x in operands]
   product = product.replace(
-      converted=tuple("" if each is None else each.dtype.name for each in found)
+      converted=tuple("" if each is None else each.dtype.name for each in found),
+      attached="",
   )
   known = are_known((*lhs.shape, *rhs.shape))
   at = int(known and math.prod(rhs.shape) > math.prod(lhs.shape))
@@ -40,24 +45,35 @@ def with_source(product: Product, lhs, rhs) -> tuple[Product, Any]:
   return product.replace(attached=("lhs", "rhs")[at]), found[at].source
 
 
-def stays_apart(lhs, factors: Sequence[Any]) -> bool:
+def stays_apart(
+    product: Product, lhs, factors: Sequence[Any], summed: Sequence[int]
+) -> bool:
   """Whether each factor is better multiplied alone: weights in 8 bits, of few rows.
 
-  `lhs` may be a type alone.
+  Args:
+    product: of which the factors are rhs; what recomputes for derivatives stays whole.
+    lhs: an array, or a type alone.
+    factors: each rhs.
+    summed: the axes of lhs that are summed over.
   """
-  for rhs in factors:
-    if not are_known((*lhs.shape, *rhs.shape)):
-      return False
-    few = _FEW * math.prod(lhs.shape) <= math.prod(rhs.shape)
-    if not few or not _is_narrow(compat.conversion_of(rhs), rhs):
-      return False
-  return True
+  known = all(are_known(x.shape) for x in (lhs, *factors))
+  if not known or product.recomputes or not math.prod(lhs.shape):
+    return False
+  k = math.prod(lhs.shape[axis] for axis in summed)
+  rows = math.prod(lhs.shape) // k
+  if rows > _FEW or _LEAST_DEPTH * rows > k:
+    return False
+  return all(
+      not any(size % _ALIGNED for size in rhs.shape[-2:])
+      and _is_narrow(compat.conversion_of(rhs), rhs)
+      for rhs in factors
+  )
 
 
 def alone(product: Product) -> Product:
   """The product with nothing behind it, of each factor."""
   return product.replace(
-      alpha=1.0, beta=0.0, has_bias=False, activation=NONE, gated=False, packed=False
+      beta=0.0, has_bias=False, activation=NONE, gated=False, packed=False
   )
 
 
@@ -67,6 +83,7 @@ def followed(
   """The result from `products`, and c and the biases among `others`."""
   if product.packed:
     products = halves(products[0], products[0].ndim - 1)
+  product = product.replace(alpha=1.0)
   count = len(others) - product.has_bias * (1 + product.gated)
   c = others[0] if count else None
   out = epilogue(product, products, c, others[count:])

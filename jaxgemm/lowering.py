@@ -172,7 +172,7 @@ def planned(product: Product, problem: Problem, device: Device | None) -> plans.
   """The plan of a product that is this problem, in the form that is planned of it."""
   if any(product.converted) and not product.batch_invariant:
     converting = plans.converting(
-        problem, product.converted, device, attached=bool(product.attached)
+        problem, product.converted, device, attached=product.attached
     )
     if converting is not None:
       return converting

@@ -128,8 +128,9 @@ def _together(
         " many"
     )
   down = layer(hidden, {"w_down": w_down}, {"bias_down": bias_down}, None, residual)
-  narrow = converted.stays_apart(up.x, up.factors) or (
-      converted.stays_apart(down.x, down.factors)
+  narrow = any(
+      converted.stays_apart(each.product, each.x, each.factors, [each.x.ndim - 1])
+      for each in (up, down)
   )
   if narrow or up.by_xla or down.by_xla or down.x.dtype != hidden.dtype:
     return otherwise()

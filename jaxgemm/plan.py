@@ -101,7 +101,7 @@ def make_plan(
 
 
 def converting(
-    problem: Problem, sources: tuple[str, str], device: Device | None, *, attached: bool
+    problem: Problem, sources: tuple[str, str], device: Device | None, *, attached: str
 ) -> Plan | None:
   """The plan of a kernel that converts an operand itself, if that is faster.
 
@@ -112,7 +112,7 @@ def converting(
     problem: of the operands once they are converted.
     sources: dtypes of what lhs and rhs are converted from, by name; "": they are not.
     device: where.
-    attached: whether the array of the larger operand is at hand, before its conversion.
+    attached: "lhs" or "rhs" if its array is at hand as it was before its conversion; "".
   Returns: XLA's plan, or one of ours, whose problem names what it converts, or None.
   """
   empty = not (problem.batch and problem.m and problem.n and problem.k)
@@ -127,7 +127,7 @@ def converting(
   moved = sizes[name] * (jnp.dtype(source).itemsize + problem.itemsize)
   apart_us = found[0].time_us + MODEL.pass_launch + moved / MODEL.pass_rate
   narrow = dataclasses.replace(problem, **{f"{name}_source": source}).canonical
-  if attached:
+  if attached == name:
     plan = make_plan(narrow, device)
     found = heuristics.candidates(narrow, device)
     if plan.kernel != "xla":

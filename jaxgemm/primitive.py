@@ -225,7 +225,7 @@ def _transpose(ct, lhs, rhs, *others, product: Product):
     if not ad.is_undefined_primal(operand):
       continue
     aval = operand.aval
-    if is_zero:
+    if is_zero or (product.attached and index == 2):  # No result depends on it.
       grads[index] = ad.Zero(aval.to_ct_aval())
     elif index == 2:
       grads[index] = as_sharded(scaled(ct, product.beta, aval.dtype.name), aval)

@@ -172,6 +172,64 @@ def test_values_of_layers_taken_apart(name, rng):
     assert reference.relative_error(a, np.asarray(truth)) <= limit
 
 
+@pytest.mark.parametrize("eager", [False, True])
+def test_accelerate_of_our_own_products(eager, rng):
+  x = jnp.asarray(rng.standard_normal((4, 64)), "bfloat16")
+  w = jnp.asarray(rng.integers(-9, 9, (64, 128)), "int8")
+  function = jaxgemm.accelerate(WRITTEN["converted"])
+  found = function(x, w) if eager else jax.jit(function)(x, w)
+  np.testing.assert_array_equal(found, x @ w.astype(x.dtype))
+  assert jax.vmap(function, (0, None))(x[None], w).shape == (1, 4, 128)
+
+
+def test_both_operands_in_8_bits():
+  """Of which vmap makes the smaller one the larger: the array at hand is the other's."""
+  both = lambda x, w: jaxgemm.matmul(x.astype("bfloat16"), w.astype("bfloat16"))
+  x = jax.ShapeDtypeStruct((1000, 16, 4096), "int8")
+  w = jax.ShapeDtypeStruct((4096, 64), "int8")
+  (plan,) = plans(jax.vmap(both, (0, None)), x, w)
+  assert not plan.problem.lhs_source
+  tie = [jax.ShapeDtypeStruct((64, 65536), each) for each in ("int8", "float8_e4m3fn")]
+  convert = lambda x, w: jaxgemm.einsum(
+      "mk,nk->nm", x.astype("bfloat16"), w.astype("bfloat16")
+  )
+  assert plans(convert, *tie)
+
+
+def test_transposed_in_the_weights():
+  x = jnp.ones((4, 64), "bfloat16")
+  w = jnp.ones((64, 128), "float8_e4m3fn")
+  multiply = jax.jit(lambda w: jaxgemm.matmul(x, w.astype(x.dtype)))
+  (found,) = jax.linear_transpose(multiply, w)(jnp.ones((4, 128), "bfloat16"))
+  np.testing.assert_array_equal(found.astype("float32"), np.full((64, 128), 4.0))
+
+
+@pytest.mark.parametrize("activation", [None, "relu"])
+def test_a_scale_comes_before_the_product_is_rounded(activation):
+  """Whose float16 would overflow."""
+  x, w = jnp.full((4, 512), 100.0, "float16"), jnp.full((512, 64), 100, "int8")
+  residual = jnp.zeros((4, 64), "float16")
+  found = jax.jit(lambda x, w: jaxgemm.linear(
+      x, w.astype(x.dtype), activation=activation, residual=residual, scale=1e-3
+  ))(x, w)
+  np.testing.assert_allclose(found.astype("float32"), 5120.0, rtol=1e-3)
+
+
+def test_what_stays_whole():
+  """Many rows, a short k, rows that TMA cannot stride over, what is computed again."""
+  def products(m, k, n, **options):
+    layer = lambda x, w: jaxgemm.linear(
+        x, w.astype(x.dtype), activation="gelu", **options
+    )
+    jaxpr = jax.make_jaxpr(layer)(*operand_types(m, k, n)).jaxpr
+    return {e.primitive.name for e in equations(jaxpr)}
+
+  assert "jaxgemm" in products(16, 4096, 14336)
+  for case in ((2048, 4096, 28672), (256, 256, 28672), (16, 4096, 14340)):
+    assert "jaxgemm_linear" in products(*case)
+  assert "jaxgemm_linear" in products(16, 4096, 14336, save="nothing")
+
+
 def test_concatenated_weights_taken_apart(rng):
   x = jnp.asarray(rng.standard_normal((4, 64)), "bfloat16")
   both = jnp.asarray(rng.integers(-9, 9, (64, 192)), "int8")
