@@ -135,10 +135,10 @@ class Narrow:
     row = arith.addi(arith.addi(start, arith.shli(warp, i32(4))), group)
     base = arith.addi(arith.muli(row, i32(self.width)), arith.shli(lane, i32(1)))
     turn = arith.andi(arith.shrui(group, i32(1)), i32(3))  # The row's, as of 8 more.
-    units = [
-        _address(slot, arith.addi(base, _bytes_of(arith.xori(turn, i32(unit)))))
-        for unit in range(TILE_K // _UNIT)
-    ]
+    units = []
+    for unit in range(TILE_K // _UNIT):
+      turned = arith.shli(arith.xori(turn, i32(unit)), i32(4))  # In bytes.
+      units.append(fragments.byte_address(slot, arith.addi(base, turned)))
     words = []
     for block in range(BLOCKS):
       for half in range(2):
@@ -159,12 +159,12 @@ class Narrow:
     bases = []
     for odd in range(2):
       row = arith.addi(arith.shli(lane, i32(1)), i32(odd))  # Of the blocks' first.
-      turned = _bytes_of(arith.xori(unit, row if whole else lane))
+      turned = arith.shli(arith.xori(unit, row if whole else lane), i32(4))
       place = arith.addi(
           arith.muli(arith.addi(arith.muli(chunk, i32(rows)), row), i32(width)),
           arith.addi(turned, arith.shli(group, i32(1))),
       )
-      bases.append(_address(slot, place))
+      bases.append(fragments.byte_address(slot, place))
     words = []
     for block in range(BLOCKS):
       first, second = (fragments.load("u16", base, 8 * block * width) for base in bases)
@@ -212,16 +212,6 @@ _OF_HALVES = {
     ),
     "float16": "mov.b32 $0, x;",
 }
-
-
-def _bytes_of(unit: ir.Value) -> ir.Value:
-  return arith.shli(unit, i32(4))
-
-
-def _address(slot: ir.Value, num_bytes: ir.Value) -> ir.Value:
-  return mgpu.utils.getelementptr(
-      mgpu.utils.memref_ptr(slot), [num_bytes], ir.IntegerType.get_signless(8)
-  )
 
 
 def slot_bytes(tile_m: int) -> int:

@@ -98,9 +98,13 @@ def row_of(order: RowOrder, row: ir.Value) -> ir.Value:
 
 def address(slot: ir.Value, element: ir.Value) -> ir.Value:
   """Of an element of 16 bits of a slot."""
+  return byte_address(slot, arith.shli(element, i32(1)))
+
+
+def byte_address(slot: ir.Value, num_bytes: ir.Value) -> ir.Value:
+  """So many bytes behind the begin of a slot."""
   return mgpu.utils.getelementptr(
-      mgpu.utils.memref_ptr(slot), [arith.shli(element, i32(1))],
-      ir.IntegerType.get_signless(8),
+      mgpu.utils.memref_ptr(slot), [num_bytes], ir.IntegerType.get_signless(8)
   )
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import operator
+import types
+
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -143,6 +146,25 @@ SWAPPED_TILES = (
     more(dict(tile_m=256, tile_n=136, num_stages=3), 272, 520),
     (dict(tile_m=64, tile_n=24, consumers=1), 23, 200),
 )
+
+
+def compute_in_integers(monkeypatch, *modules) -> None:
+  """What modules of kernels compute in MLIR is computed, of Python's integers."""
+  names = dict(
+      addi="add", subi="sub", muli="mul", andi="and_", xori="xor", shli="lshift",
+      shrui="rshift",
+  )
+  computed = {name: getattr(operator, does) for name, does in names.items()}
+  computed |= dict(
+      minsi=min, maxsi=max, trunci=lambda _, x: x, select=lambda p, x, y: x if p else y
+  )
+  of_integers = dict(
+      arith=types.SimpleNamespace(**computed), i32=int, i64=int, const64=int,
+      i32_type=lambda: None, less=operator.lt,
+  )
+  for module in modules:
+    for name in of_integers.keys() & vars(module).keys():
+      monkeypatch.setattr(module, name, of_integers[name])
 
 
 def operand_types(problem: Problem) -> list[tuple[tuple[int, ...], str]]:

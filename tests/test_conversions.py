@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import operator
 import re
-import types
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -34,15 +32,8 @@ def converted_problem(m, n, k, layouts="NN", source="int8", *, swap=True, **fiel
 
 @pytest.fixture
 def in_integers(monkeypatch):
-  """What is computed in MLIR, computed."""
-  names = dict(
-      addi="add", muli="mul", andi="and_", xori="xor", shli="lshift", shrui="rshift"
-  )
-  computed = {name: getattr(operator, does) for name, does in names.items()}
-  for module in (conversions, fragments):
-    monkeypatch.setattr(module, "arith", types.SimpleNamespace(**computed))
-    monkeypatch.setattr(module, "i32", int)
-  monkeypatch.setattr(conversions, "_address", lambda _, num_bytes: num_bytes)
+  kernel_cases.compute_in_integers(monkeypatch, conversions, fragments)
+  monkeypatch.setattr(fragments, "byte_address", lambda _, num_bytes: num_bytes)
 
 
 def copied(tile: conversions.Narrow, matrix: np.ndarray) -> np.ndarray:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import operator
-import types
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -27,17 +25,7 @@ H200 = known_device("NVIDIA H200")
 
 @pytest.fixture
 def in_integers(monkeypatch):
-  """What `run_loads` computes in MLIR, computed."""
-  names = dict(addi="add", subi="sub", muli="mul", andi="and_", shli="lshift")
-  computed = {name: getattr(operator, does) for name, does in names.items()}
-  computed |= dict(
-      minsi=min, maxsi=max, trunci=lambda _, x: x, select=lambda p, x, y: x if p else y
-  )
-  monkeypatch.setattr(run_loads, "arith", types.SimpleNamespace(**computed))
-  for name in ("i32", "i64", "const64"):
-    monkeypatch.setattr(run_loads, name, int)
-  monkeypatch.setattr(run_loads, "less", operator.lt)
-  monkeypatch.setattr(run_loads, "i32_type", lambda: None)
+  kernel_cases.compute_in_integers(monkeypatch, run_loads)
 
 
 def copied(run: run_loads.Run, flat: np.ndarray, batch: int, row: int) -> np.ndarray:

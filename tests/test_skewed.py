@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import operator
-import types
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -25,14 +23,7 @@ FIELDS = kernel_cases.SKEWED_FIELDS
 
 @pytest.fixture
 def in_integers(monkeypatch):
-  """What `skewed` computes in MLIR, computed."""
-  names = dict(
-      addi="add", subi="sub", muli="mul", andi="and_", shli="lshift", shrui="rshift"
-  )
-  computed = {name: getattr(operator, does) for name, does in names.items()}
-  for module in (fragments, skewed):
-    monkeypatch.setattr(module, "arith", types.SimpleNamespace(**computed))
-    monkeypatch.setattr(module, "i32", int)
+  kernel_cases.compute_in_integers(monkeypatch, fragments, skewed)
 
 
 def copied(
