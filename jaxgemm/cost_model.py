@@ -27,15 +27,7 @@ from jaxgemm.cost_constants import MODEL, Model
 from jaxgemm.device import Device
 from jaxgemm.operand_passes import Pass, warpgroup_tile
 from jaxgemm.work import Work
-from pallas_kernels import (
-  KERNELS,
-  blocked,
-  direct,
-  gemv,
-  operand_tiles,
-  pipelined,
-  tiles,
-)
+from pallas_kernels import KERNELS, blocked, direct, gemv, pipelined, tiles, ways
 from pallas_kernels.problem import Config, GemvConfig, Problem
 
 
@@ -215,7 +207,7 @@ def _matrix(work: Work, device: Device, model: Model) -> float:
     matrix *= model.wide
   block = tiles.swizzle_elems(problem.dtype)
   if wg_n > block and wg_n % block == 0 and work.lhs_way is None:
-    if operand_tiles.ways(problem)[1] == "chunks":
+    if ways.of(problem)[1] == "chunks":
       matrix *= model.chunks
   return matrix
 

@@ -11,13 +11,13 @@ import math
 from pallas_kernels import (
   halves_pass,
   lhs_registers,
-  operand_tiles,
   padding,
   parts,
   specialised,
   tiles,
+  ways,
 )
-from pallas_kernels.problem import Config, PersistentConfig, Problem, way_of_lhs
+from pallas_kernels.problem import Config, PersistentConfig, Problem
 
 # What is done to an operand before the kernel, to which, and the bytes read and written.
 Pass = tuple[str, str, int]
@@ -27,7 +27,7 @@ def passes(problem: Problem, config: Config) -> tuple[Pass, ...]:
   """The passes over operands that a config needs if it loads none through registers."""
   product = product_of(problem, config)
   found = of_product(product)
-  if way_of_lhs(product, config) is not None:
+  if ways.of_lhs(product, config) is not None:
     return tuple(each for each in found if each[1] != "lhs")
   return found
 
@@ -36,7 +36,7 @@ def passes(problem: Problem, config: Config) -> tuple[Pass, ...]:
 def of_product(problem: Problem) -> tuple[Pass, ...]:
   """The same of what is multiplied."""
   found = []
-  lhs_way, rhs_way = operand_tiles.ways(problem)
+  lhs_way, rhs_way = ways.of(problem)
   for name, shape, k_major, way in (
       ("lhs", problem.lhs_shape, problem.lhs_layout == "k-major", lhs_way),
       ("rhs", problem.rhs_shape, problem.rhs_layout == "k-major", rhs_way),

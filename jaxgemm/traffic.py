@@ -16,7 +16,7 @@ from jaxgemm.cost_constants import Model
 from jaxgemm.device import Device
 from jaxgemm.operand_passes import misaligned
 from jaxgemm.work import Work
-from pallas_kernels import direct, operand_tiles, tiles
+from pallas_kernels import direct, tiles, ways
 from pallas_kernels.problem import Problem
 
 
@@ -27,10 +27,10 @@ def row_costs(work: Work, model: Model, crooked_rows: float) -> tuple[float, flo
   width. Short ones make poor use of the memory's pages and of the L2's lines.
   """
   problem, config = work.problem, work.config
-  costs, ways = [], operand_tiles.ways(problem)
+  costs, (lhs_way, rhs_way) = [], ways.of(problem)
   for operand, shape, layout, tile_mn, way in (
-      ("lhs", problem.lhs_shape, problem.lhs_layout, config.tile_m, ways[0]),
-      ("rhs", problem.rhs_shape, problem.rhs_layout, config.tile_n, ways[1]),
+      ("lhs", problem.lhs_shape, problem.lhs_layout, config.tile_m, lhs_way),
+      ("rhs", problem.rhs_shape, problem.rhs_layout, config.tile_n, rhs_way),
   ):
     k_major, tile_bytes = layout == "k-major", tile_mn * problem.itemsize
     # Tiles that end within a block are copied by blocks, and begin where the last ends.

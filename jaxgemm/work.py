@@ -11,13 +11,13 @@ from pallas_kernels import (
   direct,
   epilogue,
   exchange,
-  operand_tiles,
   parts,
   run_loads,
   specialised,
   tiles,
+  ways,
 )
-from pallas_kernels.problem import Config, PersistentConfig, Problem, way_of_lhs
+from pallas_kernels.problem import Config, PersistentConfig, Problem
 
 
 class Work:
@@ -48,7 +48,7 @@ class Work:
     masked: whether threads store it, and mask what lies beyond: TMA stores rows that
       begin a multiple of 16 bytes apart.
     runs: whether its tiles leave in one bulk copy each all the same.
-    lhs_way: see `way_of_lhs`.
+    lhs_way: see `ways.of_lhs`.
     promotes: whether consumers stop to add their sums to rounded ones.
   """
 
@@ -69,7 +69,7 @@ class Work:
 
     self.splits, self.cluster_k = _of(config, "splits"), _of(config, "cluster_k")
     self.sums = self.splits // self.cluster_k
-    self.lhs_way = way_of_lhs(product, config)
+    self.lhs_way = ways.of_lhs(product, config)
     reordered = self.has_roles and (
         specialised.row_order(problem, config) != "as they are"
     )
@@ -101,7 +101,7 @@ class Work:
     self.passes, self.loaded = operand_passes.passes(problem, config), ()
     if kernel == direct.NAME:
       self.passes, self.loaded = (), ("lhs", "rhs")
-    elif operand_tiles.takes_loads(product, config):
+    elif ways.takes_loads(product, config):
       self.loaded = tuple(operand for _, operand, _ in self.passes)
       self.passes = ()
     self.padded = tuple(operand for _, operand, _ in self.passes)

@@ -32,7 +32,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -45,13 +44,12 @@ from pallas_kernels import (
   conversions,
   fragments,
   n_major,
-  padding,
   register_loads,
   run_loads,
   skewed,
   tiles,
+  ways,
 )
-from pallas_kernels.problem import Problem
 
 Ref = Any  # A Pallas reference.
 
@@ -125,7 +123,7 @@ class Operand:
   @property
   def row_order(self) -> fragments.RowOrder:
     """Which rows those of a sum stand for."""
-    return row_order(self.way, k_major=self.k_major)
+    return ways.row_order(self.way, k_major=self.k_major)
 
   @property
   def slot_mn(self) -> int:
@@ -340,39 +338,6 @@ class Operand:
   def _union(self) -> bool:
     """Whether TMA and wgmma use different views of the slots."""
     return self.way in ("flat", "chunks") and not self.emulated
-
-
-def row_order(way: str | None, *, k_major: bool) -> fragments.RowOrder:
-  """Which rows those of a sum stand for, of lhs that comes in this way."""
-  if way == "skewed" and k_major:
-    return "eighths"
-  return "pairs" if way == "converted" and not k_major else "as they are"
-
-
-@functools.lru_cache(maxsize=1024)  # A plan asks for the same few again and again.
-def ways(problem: Problem) -> tuple[str, str]:
-  """The ways of lhs and rhs."""
-  return (
-      _way(problem.lhs_shape, problem.lhs_layout, problem.dtype),
-      _way(problem.rhs_shape, problem.rhs_layout, problem.dtype),
-  )
-
-
-def _way(shape, layout: str, dtype) -> str:
-  _, rows, cols = shape
-  if layout == "k-major":
-    return "flat"
-  fits = not padding.needs_padding(rows, cols, dtype, "tiled")
-  # A pass that mends the stride pads whatever else is wanted.
-  return "tiled" if fits or cols % tiles.tma_stride_elems(dtype) else "chunks"
-
-
-def takes_loads(problem: Problem, config) -> bool:
-  """Whether the kernel of `config` loads through registers what TMA cannot take.
-
-  float32 operands take a pass anyway, which pads them at no cost.
-  """
-  return getattr(config, "misaligned", None) == "loads" and problem.itemsize == 2
 
 
 @dataclasses.dataclass(frozen=True)

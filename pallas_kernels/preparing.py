@@ -12,9 +12,9 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from pallas_kernels import padding, tiles
-from pallas_kernels.operand_tiles import Operand, Prepared, takes_loads, ways
-from pallas_kernels.problem import Problem, way_of_lhs
+from pallas_kernels import padding, tiles, ways
+from pallas_kernels.operand_tiles import Operand, Prepared
+from pallas_kernels.problem import Problem
 
 
 def prepare(
@@ -54,7 +54,7 @@ def prepare(
   )
   arrays, pad_for, found = [], [], []
   dtypes = problem.dtype, problem.rhs_dtype
-  lhs_way, rhs_way = ways(problem)
+  lhs_way, rhs_way = ways.of(problem)
   lhs_facts = tuple(lhs), lhs_k_major, config.tile_m, problem.m, problem.lhs_batched
   rhs_facts = tuple(rhs), rhs_k_major, config.tile_n, problem.n, problem.rhs_batched
   for is_lhs, dtype, its_way, (its, k_major, tile_mn, mn, batched) in (
@@ -67,10 +67,10 @@ def prepare(
       its_way = "loads"
     elif is_lhs and problem.lhs_source:
       its_way = "converted"
-    elif is_lhs and (way := way_of_lhs(problem, config)) and not emulated:
+    elif is_lhs and (way := ways.of_lhs(problem, config)) and not emulated:
       its_way, its = way, tuple(x.reshape(-1) for x in its)
     elif padding.needs_padding(*its[0].shape[1:], dtype, its_way):
-      if takes_loads(problem, config) and not emulated:
+      if ways.takes_loads(problem, config) and not emulated:
         its_way = "loads"
       else:
         pad_for[-1] = its_way

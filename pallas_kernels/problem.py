@@ -21,7 +21,6 @@ import jax.numpy as jnp
 
 LhsLayout = Literal["k-major", "m-major"]
 RhsLayout = Literal["n-major", "k-major"]
-LhsWay = Literal["converted", "skewed", "runs"]
 
 # How the products are formed. The accumulator is float32 but where it is int32.
 #   bf16_f32, f16_f32: exact products of 16-bit operands.
@@ -330,17 +329,6 @@ class Problem:
     sources = {"lhs": self.lhs_source, "rhs": self.rhs_source}
     named = [f"{name} of {source}" for name, source in sources.items() if source]
     return f" ({', '.join(named)})" if named else ""
-
-
-def way_of_lhs(product: Problem, config: Config) -> LhsWay | None:
-  """How lhs comes if it goes to wgmma through the consumers' registers; else None.
-
-  `product` is what the kernel multiplies: operands may have changed places.
-  """
-  if product.lhs_source:
-    return "converted"
-  misaligned = getattr(config, "misaligned", "padded")
-  return misaligned if misaligned in ("skewed", "runs") else None
 
 
 def _size(shape: tuple[int, ...]) -> int:

@@ -15,17 +15,17 @@ from pallas_kernels import (
   conversions,
   fragments,
   lhs_registers,
-  operand_tiles,
   parts,
   register_loads,
   run_loads,
   scales,
   skewed,
   tiles,
+  ways,
 )
 from pallas_kernels import epilogue as epilogues
 from pallas_kernels import ring as rings
-from pallas_kernels.problem import PersistentConfig, Problem, way_of_lhs
+from pallas_kernels.problem import PersistentConfig, Problem
 
 MAX_TILE_N = 384  # Columns of a tile: those of two wgmma that need 192 registers.
 LOADING_PRODUCERS = 3  # Where registers load operands: see `num_producers`.
@@ -175,7 +175,7 @@ def check_swap(problem: Problem, config: PersistentConfig) -> str | None:
   if epilogue.c_dtype == "float32":
     return "swap=True takes c of 16 bits, not float32"
   odd = problem.n % tiles.tma_stride_elems(problem.out_dtype) > 0
-  if odd and way_of_lhs(multiplied(problem, config), config) is None:
+  if odd and ways.of_lhs(multiplied(problem, config), config) is None:
     return f"swap=True: TMA cannot store rows of n={problem.n} elements"
   return None
 
@@ -264,8 +264,8 @@ def _epilogue(
 def row_order(problem: Problem, config: PersistentConfig) -> fragments.RowOrder:
   """Which rows those of a consumer's sums stand for."""
   product = multiplied(problem, config)
-  return operand_tiles.row_order(
-      way_of_lhs(product, config), k_major=product.lhs_layout == "k-major"
+  return ways.row_order(
+      ways.of_lhs(product, config), k_major=product.lhs_layout == "k-major"
   )
 
 
@@ -286,7 +286,7 @@ def slot_bytes(problem: Problem, config: PersistentConfig) -> int:
     return lhs_registers.slot_bytes(config)
   split, product = parts.of(problem, config), multiplied(problem, config)
   lhs_parts = rhs_parts = split.count if split else 1
-  lhs_bytes, way = 0, way_of_lhs(product, config)
+  lhs_bytes, way = 0, ways.of_lhs(product, config)
   if way is not None:
     lhs_parts = 0
   if way == "converted":

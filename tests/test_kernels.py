@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import TILE_KERNELS as KERNELS
-from pallas_kernels import operand_tiles, tiles
+from pallas_kernels import tiles, ways
 from pallas_kernels.problem import Epilogue
 from tests import kernel_cases
 from tests.kernel_cases import LAYOUTS, check, make_problem, mostly_slow, small_config
@@ -107,7 +107,7 @@ def test_clusters_and_results_smaller_than_they(cluster, layouts):
 def test_operands_in_chunks(fields):
   """TMA takes their strides, but tiles them only where they are multiples of a tile."""
   problem = make_problem(200, 328, 140, "TN")
-  assert operand_tiles.ways(problem) == ("chunks", "chunks")
+  assert ways.of(problem) == ("chunks", "chunks")
   check("persistent", problem, small_config("persistent", **fields), num_sms=2)
 
 
