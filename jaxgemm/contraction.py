@@ -86,9 +86,8 @@ def contract(
   if product.implementation is None and not num_more:
     product, source = converted.with_source(product, lhs, rhs)
   behind = product.is_fused or product.beta and not rounds_once
-  planned = product.implementation is None and not product.batch_invariant
   summed = [i for i, axis in enumerate(axes[0]) if axis not in out_axes]
-  if behind and planned and converted.stays_apart(product, lhs, factors, summed):
+  if behind and converted.stays_apart(product, lhs, factors, summed):
     alone = converted.alone(product)
     products = [contract(name, lhs, x, axes, alone, out_sharding) for x in factors]
     return converted.followed(product, products, others[num_more:])

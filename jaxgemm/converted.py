@@ -39,10 +39,10 @@ def with_source(product: Product, lhs, rhs) -> tuple[Product, Any]:
   )
   known = are_known((*lhs.shape, *rhs.shape))
   at = int(known and math.prod(rhs.shape) > math.prod(lhs.shape))
-  alone = not product.is_fused and not product.beta and not product.batch_invariant
-  if not alone or not _is_narrow(found[at], operands[at]):
+  served = not (product.is_fused or product.beta or product.batch_invariant)
+  if not served or not _is_narrow(found[at], operands[at]):
     return product, None
-  return product.replace(attached=("lhs", "rhs")[at]), found[at].source
+  return product.replace(attached=("lhs", "rhs")[at]), found[at].source()
 
 
 def stays_apart(
@@ -51,13 +51,17 @@ def stays_apart(
   """Whether each factor is better multiplied alone: weights in 8 bits, of few rows.
 
   Args:
-    product: of which the factors are rhs; what recomputes for derivatives stays whole.
+    product: of which the factors are rhs. What recomputes for derivatives stays whole,
+      and what no kernel that converts may serve: another is named, or it is to be batch
+      invariant.
     lhs: an array, or a type alone.
     factors: each rhs.
     summed: the axes of lhs that are summed over.
   """
+  if product.implementation is not None or product.batch_invariant or product.recomputes:
+    return False
   known = all(are_known(x.shape) for x in (lhs, *factors))
-  if not known or product.recomputes or not math.prod(lhs.shape):
+  if not known or not math.prod(lhs.shape):
     return False
   k = math.prod(lhs.shape[axis] for axis in summed)
   rows = math.prod(lhs.shape) // k

@@ -251,12 +251,13 @@ class Conversion(NamedTuple):
 
   Attributes:
     dtype: of the argument that it is, converted.
-    source: that argument, of the array's shape, if the array has all of its values: it
-      was transposed and converted to types that have them, and to nothing else.
+    source: makes that argument, transposed to the array's shape, if the array has all of
+      its values: it was transposed and converted to types that have them, and to nothing
+      else. A transposition is traced with each call.
   """
 
   dtype: np.dtype
-  source: Any
+  source: Callable[[], Any] | None
 
 
 def conversion_of(x) -> Conversion | None:
@@ -265,7 +266,8 @@ def conversion_of(x) -> Conversion | None:
   Transposed and multiplied by smaller factors it may be, too. An argument, as of what has
   been computed the last kernel does the conversion.
   """
-  traced, dtypes, whole = _traced(x), [], True
+  innermost = traced = _traced(x)
+  dtypes, whole = [], True
   perm = () if traced is None else tuple(range(traced.ndim))
   while traced is not None and (equation := traced.parent) is not None:
     name, shape = equation.primitive.name, traced.aval.shape
@@ -285,16 +287,24 @@ def conversion_of(x) -> Conversion | None:
   if traced is None or traced.dtype == x.dtype:
     return None
   eight_bits = traced.dtype.itemsize == 1
-  wide = all(_lax.dtypes.issubdtype(each, np.floating) for each in dtypes)
-  if not (whole and eight_bits and wide and min(x.itemsize for x in dtypes) > 1):
+  wide = all(
+      _lax.dtypes.issubdtype(each, np.floating) and each.itemsize > 1 for each in dtypes
+  )
+  if not (whole and eight_bits and wide) or _mapped_as(x, innermost) is None:
     return Conversion(traced.dtype, None)
-  unmoved = perm == tuple(range(len(perm)))
-  source = traced if unmoved else _lax.transpose(traced, perm)
-  return Conversion(traced.dtype, _mapped_as(x, source))
+
+  def source():
+    unmoved = perm == tuple(range(len(perm)))
+    return _mapped_as(x, traced if unmoved else _lax.transpose(traced, perm))
+
+  return Conversion(traced.dtype, source)
 
 
 def _mapped_as(x, array):
-  """The array, which x is of in the innermost trace, as x is mapped by vmap around it."""
+  """The array, which x is of in the innermost trace, as x is mapped by vmap around it.
+
+  None where vmap maps x along no axis that has a number.
+  """
   if isinstance(x, (_ad.JVPTracer, _ad.LinearizeTracer)):
     return _mapped_as(x.primal, array)
   if not isinstance(x, _batching.BatchTracer):

@@ -17,7 +17,7 @@ from jaxgemm.recording import recording
 from pallas_kernels import compat
 from pallas_kernels.conversions import SOURCES
 from tests.kernel_cases import make_problem, small_config
-from tests.product_cases import equations
+from tests.product_cases import count_primitives, equations
 
 H200 = known_device("NVIDIA H200")
 
@@ -260,12 +260,30 @@ def test_a_conversion_s_array():
       found = compat.conversion_of(x)
       seen.append(None if found is None else found.source is not None)
       if found is not None and found.source is not None:
-        assert found.source.shape == x.shape and found.source.dtype == jnp.int8
+        source = found.source()
+        assert source.shape == x.shape and source.dtype == jnp.int8
     return w
 
   jax.make_jaxpr(function)(jnp.ones((3, 4), "int8"))
   assert seen == [True, True, False, None]
   assert compat.conversion_of(np.ones((2, 3))) is None
+
+
+@pytest.mark.parametrize(
+    ("activation", "invariant", "transposes"),
+    [(None, False, 4), (None, True, 2), ("gelu", True, 2)],
+)
+def test_an_array_that_no_product_takes_is_not_transposed(
+    activation, invariant, transposes
+):
+  """w is by the caller, and back as it is stored; so is its array, where there is one."""
+  def layer(x, w):
+    with jaxgemm.batch_invariant(invariant):
+      return jaxgemm.linear(x, w.T.astype(x.dtype), activation=activation)
+
+  x, w = operand_types(16, 4096, 14336)
+  counts = count_primitives(layer, x, jax.ShapeDtypeStruct(w.shape[::-1], w.dtype))
+  assert counts["transpose"] == transposes
 
 
 def test_the_array_is_an_operand_and_no_derivative_knows_it():
