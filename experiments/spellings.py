@@ -1,11 +1,11 @@
-r"""Products as people write them, by JAX and by us: columns, vmap, einsum, gradients,
-weights in 8 bits.
+r"""Products as people write them, by JAX and by us.
 
-Neither the suite nor a sweep has these, which take a canonical problem: here a call is
-traced, folded, planned and perhaps transposed as in a program. Each line of the same
-text runs with jnp and with jaxgemm on the same operands in bfloat16; the errors against
-float64 come first, as for layers (experiments/two_ways.py), then times in turns.
-spellings.jsonl has a line for each expression and pass.
+Columns, vmap, einsum, gradients, weights in 8 bits: neither the suite nor a sweep has
+these, which take a canonical problem. Here a call is traced, folded, planned and perhaps
+transposed as in a program. Each line of the same text runs with jnp and with jaxgemm on
+the same operands in bfloat16; the errors against float64 come first, as for layers
+(experiments/two_ways.py), then times in turns. spellings.jsonl has a line for each
+expression and pass.
 
   python -m experiments.spellings
   python -m experiments.spellings --spelling=column --spelling=inner --passes=forward

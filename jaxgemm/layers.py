@@ -51,6 +51,10 @@ def linear(
 ) -> jax.Array:
   """Returns activation(scale * x @ w + bias) + residual, rounded once.
 
+  But of few rows of x and weights in 8 bits, which the caller converts just before, as by
+  `w.astype(x.dtype)`, scale * x @ w is rounded to the dtype of the result first: the
+  kernels that convert such weights compute nothing behind the product.
+
   Args:
     x: [*batch, k].
     w: [k, n], or [n, k] if `transposed`.

@@ -2,9 +2,12 @@
 
   out[*b, *m, *n] = alpha * sum_k lhs * rhs + beta * c
 
-The operands are lhs, rhs and, where beta is not 0, c; `product` says the rest. A
-product is linear in each operand, so that all derivatives are products again, of
-the operands as they are stored, each with its own plan.
+The operands are lhs, rhs and, where beta is not 0, c; `product` says the rest. Where
+it says that one is `attached`, the last operand is the array that lhs or rhs is a
+conversion of, for kernels that convert it themselves: the result does not depend on it,
+and no derivative has it. A product is linear in each other operand, so that all
+derivatives are products again, of the operands as they are stored, each with its own
+plan.
 """
 
 from __future__ import annotations

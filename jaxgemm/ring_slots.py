@@ -94,7 +94,7 @@ def without_queue(
 def _bytes_at_once(
     product: Problem, config: PersistentConfig, num_tiles: int, device: Device
 ) -> int:
-  """Rows of lhs and columns of rhs, each once, of a k tile of all CTAs at once."""
+  """Of a k tile of all CTAs at once: rows of lhs and columns of rhs, each once."""
   at_once = min(num_tiles, device.num_sms)
   tiles_m = tiles.cdiv(product.m, config.tile_m)
   tiles_n = tiles.cdiv(product.product_n, config.tile_n)

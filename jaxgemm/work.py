@@ -91,7 +91,7 @@ class Work:
     self.k_steps = tiles.cdiv(tiles.cdiv(product.k, config.tile_k), self.splits)
     self.k_steps *= self.num_products
     self.loads = count / self.num_products, count / self.num_products
-    if product.converts:  # 64 bytes.
+    if product.converts:  # A row's 64 of k, in 8 bits, are 64 bytes.
       self.loads = 0.5, 1.0
     self.weights = count, count
     if self.splits_lhs:  # 32 of k: as many bytes of float32 lhs as of 64 of k of a part.

@@ -199,9 +199,12 @@ def rhs_block(problem: Problem) -> int:
 def check_problem(
     problem: Problem, *, scales: bool = False, converts: bool = False
 ) -> str | None:
-  """Why no kernel serves this problem, or none but those that can more; or None.
+  """Why a kernel cannot serve this problem, whatever its config; or None.
 
-  Of which persistent `scales`, and `converts`, as does split_k.
+  Args:
+    scales: whether the kernel applies factors of rows and columns, and forms the two
+      products of gated ones: persistent does.
+    converts: whether it takes an operand of 8 bits for one of 16: persistent and split_k.
   """
   if problem.converts and not converts:
     return "operands of 8 bits: only persistent and split_k convert one to 16"
