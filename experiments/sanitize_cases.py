@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgemm.device import current_device, supported
-from pallas_kernels import KERNELS, cotangents, losses, triton
+from pallas_kernels import GROUPED_KERNELS, KERNELS, cotangents, losses, triton
 from pallas_kernels.problem import (
   ALGORITHM_OF_DTYPE,
   SCALE_BLOCK,
@@ -84,6 +84,22 @@ def product(kernel: str, problem: Problem, config: Config, *, packed=False) -> C
     return KERNELS[kernel].launch(operands, problem, config, num_sms=NUM_SMS)
 
   return Case(kernel, tuple(found), launch, KERNELS[kernel].supports(problem, config))
+
+
+def _grouped(config: PersistentConfig, **fields) -> Case:
+  """A product in five groups of rows, of which some are in none."""
+  problem = dataclasses.replace(PLAIN, batch=5, lhs_batched=False, **fields)
+  kernel = GROUPED_KERNELS[f"grouped_{problem.grouped}"]
+  types = (
+      jax.ShapeDtypeStruct(problem.lhs_shape, problem.dtype),
+      jax.ShapeDtypeStruct(problem.rhs_shape, problem.dtype),
+      jax.ShapeDtypeStruct((problem.batch,), "int32"),
+  )
+  return Case(
+      kernel.NAME, types,
+      lambda *x: kernel.launch(x, problem, config, num_sms=NUM_SMS),
+      kernel.supports(problem, config),
+  )
 
 
 def _cotangents(**fields) -> Case:
@@ -264,6 +280,14 @@ CASES: dict[str, Case] = {
     "int8": _persistent(INT8, _eight_bits()),
     "scaled rows": _persistent(_scaled("rows"), _eight_bits(promote=1)),
     "scaled blocks": _persistent(_scaled("blocks"), _eight_bits(promote=1)),
+    "grouped_m": _grouped(_config(), grouped="m"),
+    "grouped_m swap": _grouped(
+        _config(tile_m=64, tile_n=32, consumers=1, swap=True), grouped="m"),
+    "grouped_m cluster": _grouped(_config(tile_m=256, cluster_n=2), grouped="m"),
+    "grouped_k": _grouped(
+        _config(tile_n=128), grouped="k", lhs_layout="m-major", rhs_batched=False),
+    "grouped_k turns": _grouped(
+        _config(wg_dim="tile"), grouped="k", lhs_layout="m-major", rhs_batched=False),
     "cotangents": _cotangents(),
     "cotangents gated": _cotangents(activation="silu", gated=True),
     "cotangents of a bias": _cotangents(activation="none"),

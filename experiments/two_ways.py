@@ -47,7 +47,8 @@ class Case:
   Attributes:
     name: of the computation and its sizes.
     direction: "forward", or "both": the result and all gradients.
-    draw: draw(seed) gives fresh operands by name, the cotangent of the result as "ct".
+    draw: draw(seed) gives fresh operands by name, the cotangent of the result as "ct";
+      those of integers have no gradient.
     theirs, ours: functions of the operands; `theirs` computes the truth in float64, too.
   """
 
@@ -113,10 +114,15 @@ def computed(run: Run, direction: str, values: Values) -> Any:
   operands = {name: x for name, x in values.items() if name != "ct"}
   if direction == "forward":
     return run(operands)
-  out, backward = jax.vjp(run, operands)
+  varied = {name: x for name, x in operands.items() if _is_inexact(x)}
+  out, backward = jax.vjp(lambda varied: run(operands | varied), varied)
   # In a model the cotangent comes after the result: no pass may serve both directions.
   out, ct = jax.lax.optimization_barrier((out, values["ct"]))
   return out, backward(ct)
+
+
+def _is_inexact(x: jax.Array) -> bool:
+  return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def error(found: Any, truth: Any) -> float | None:
@@ -146,7 +152,9 @@ def measure(
       for which, run in (("xla", theirs), ("jaxgemm", ours))
   }
   with jax.enable_x64(True):
-    wide = {key: x.astype("float64") for key, x in values.items()}
+    wide = {
+        key: x.astype("float64") if _is_inexact(x) else x for key, x in values.items()
+    }
     truth = jax.jit(functools.partial(computed, case.theirs, case.direction))(wide)
   errors = {which: error(run(values), truth) for which, run in programs.items()}
   del truth, wide

@@ -18,6 +18,7 @@ from jaxgemm.mlp import mlp as mlp
 from jaxgemm.plan import Plan as Plan
 from jaxgemm.quantisation import dequantise as dequantise
 from jaxgemm.quantisation import quantise as quantise
+from jaxgemm.ragged import ragged_dot as ragged_dot
 from jaxgemm.rewriting import accelerate as accelerate
 from jaxgemm.scaled import scaled_matmul as scaled_matmul
 from jaxgemm.user_table import TableWarning as TableWarning

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxgemm.device import Device
 from jaxgemm.plan import Plan
-from pallas_kernels import KERNELS, persistent, triton
+from pallas_kernels import GROUPED_KERNELS, KERNELS, persistent, triton
 from pallas_kernels.problem import Problem
 
 # Of a round of a persistent kernel beside collectives, about. The tensor-parallel step of
@@ -27,7 +27,7 @@ def run(
     interpret: parameters of the GPU interpret mode, or None.
     beside_collectives: whether kernels of collectives may want SMs while it runs.
   """
-  kernel, config = KERNELS[plan.kernel], plan.config
+  kernel, config = (KERNELS | GROUPED_KERNELS)[plan.kernel], plan.config
   options = {}
   if plan.kernel == triton.NAME:  # Compiled where it is lowered, maybe for elsewhere.
     options["compute_capability"] = device.compute_capability

@@ -15,6 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxgemm import (
+  grouped_heuristics,
   heuristics,
   invariance,
   table,
@@ -25,10 +26,11 @@ from jaxgemm import (
 from jaxgemm.cost_constants import MODEL
 from jaxgemm.device import Device, supported
 from jaxgemm.precision import ERRORS
-from pallas_kernels import KERNELS, gemv, tiles, triton
+from pallas_kernels import GROUPED_KERNELS, KERNELS, gemv, tiles, triton
 from pallas_kernels.problem import Config, Problem
 
-IMPLEMENTATIONS = (*KERNELS, "xla")
+_ALL = KERNELS | GROUPED_KERNELS
+IMPLEMENTATIONS = (*_ALL, "xla")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Plan:
   """Which kernel computes a problem, and why.
 
   Attributes:
-    kernel: a key of pallas_kernels.KERNELS, or "xla".
+    kernel: a key of pallas_kernels.KERNELS or GROUPED_KERNELS, or "xla".
     config: the kernel's config, or None for XLA.
     source: "override", "user table" (jaxgemm/user_table.py), "table" (the shipped
       one), "heuristic" or "fallback".
@@ -97,7 +99,11 @@ def make_plan(
     return Plan(
         candidate.kernel, candidate.config, "heuristic", candidate.reason, problem
     )
-  return Plan("xla", None, "fallback", "no kernel serves this problem", problem)
+  reason = "no kernel serves this problem"
+  if problem.grouped:
+    kernel = GROUPED_KERNELS[f"grouped_{problem.grouped}"]
+    reason = kernel.supports(problem, kernel.Config()) or reason
+  return Plan("xla", None, "fallback", reason, problem)
 
 
 def converting(
@@ -169,6 +175,8 @@ def candidates(
     everything: also those of the portable kernel on Hopper, after the others: a tuner
       may measure what the estimates never choose.
   """
+  if problem.grouped:
+    return grouped_heuristics.candidates(problem, device) if supported(device) else ()
   portable = ()
   if triton_heuristics.why_not(device) is None:
     portable = triton_heuristics.candidates(problem, device)
@@ -202,7 +210,7 @@ def check_implementation(implementation: Any, config: Any) -> str | None:
     )
   if config is None:
     return implementation
-  kernels = [name for name, kernel in KERNELS.items() if type(config) is kernel.Config]
+  kernels = [name for name, kernel in _ALL.items() if type(config) is kernel.Config]
   if implementation is None and kernels:
     return kernels[0]
   if implementation not in kernels:
@@ -228,7 +236,7 @@ def _rows(problem: Problem, device: Device) -> Iterator[tuple[str, table.Row]]:
 
   XLA's counts for nothing but what was measured, a kernel's if it serves the problem.
   """
-  alike = table.alike(problem)
+  alike = () if problem.grouped else table.alike(problem)  # Tables have none in groups.
   for source, lookup in (("user table", user_table.lookup), ("table", table.lookup)):
     for row in filter(None, (lookup(one, device) for one in alike)):
       if row.kernel == "xla":
@@ -256,15 +264,17 @@ def _named(
         " jaxgemm.emulate() runs it on a CPU, jaxgemm.target() lowers it for a GPU"
         " that is not here"
     )
-  kernel = KERNELS[name]
+  kernel = _ALL[name]
   why = f"implementation={name!r}"
   if config is None:
     for _, row in _rows(problem, device):
       if row.kernel == name:
         why = f"{why}; {row.reason(problem)}"
         return Plan(name, row.config, "override", why, problem)
-    of = triton_heuristics if name == triton.NAME else heuristics
-    found = of.candidates(problem, device)
+    found = (
+        triton_heuristics.candidates(problem, device) if name == triton.NAME
+        else candidates(problem, device)
+    )
     for candidate in found:
       if candidate.kernel == name:
         why = f"{why}; {candidate.reason}"
@@ -286,13 +296,13 @@ def _named(
 
 def _default_config(problem: Problem, name: str) -> Config:
   """That of a kernel which no candidate has, as exact as those."""
-  config = KERNELS[name].Config()
+  config = _ALL[name].Config()
   if name in (gemv.NAME, triton.NAME):
     return config
   tile_k = tiles.swizzle_elems(problem.dtype)
   promote = heuristics.promotion(problem, tiles.cdiv(problem.k, tile_k))
   config = dataclasses.replace(config, tile_k=tile_k, promote=promote)
-  if promote and KERNELS[name].supports(problem, config) is not None:
+  if promote and _ALL[name].supports(problem, config) is not None:
     return dataclasses.replace(config, tile_m=64)  # Two sums need registers.
   return config
 

@@ -64,10 +64,12 @@ def fits(
 
 
 def sum_over_k(
-    multiply: Callable[[Ref, Any, Any], None], *, shape: tuple[int, int], k_steps: int,
+    multiply: Callable[[Ref, Any, Any], None], *, shape: tuple[int, int], k_steps: Any,
     promote: int, dtype: str = "float32", factors: Callable[[Any], Any] | None = None,
 ):
-  """Returns the sum [rows, cols] over `k_steps` k tiles, in registers.
+  """Returns the sum [rows, cols] over `k_steps` k tiles, which may be traced.
+
+  It is in registers.
 
   `multiply(acc, first, count)` adds the k tiles first .. first + count - 1 to the
   wgmma accumulator `acc`, of dtype `dtype`. `factors(k_tile)` gives the factors of the
@@ -85,14 +87,18 @@ def sum_over_k(
   def part(first, count):
     return _registers(lambda acc: multiply(acc, first, count), shape, dtype)
 
-  if not 0 < promote < k_steps:
+  known = isinstance(k_steps, int)
+  if not promote or known and promote >= k_steps:
     return part(jnp.int32(0), k_steps)
-  rounds, rest = divmod(k_steps, promote)
+  rounds = k_steps // promote if known else lax.div(k_steps, jnp.int32(promote))
+  rest = k_steps - rounds * promote
   total = lax.fori_loop(
       jnp.int32(0), jnp.int32(rounds),
       lambda i, total: total + part(i * promote, promote), zeros(shape, dtype),
   )
-  return total + part(jnp.int32(rounds * promote), rest) if rest else total
+  if known and not rest:
+    return total
+  return total + part(jnp.int32(rounds * promote), rest)
 
 
 def sum_of_parts(

@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, NamedTuple
 
 from jax import lax
 import jax.numpy as jnp
 
 from pallas_kernels import tiles
 from pallas_kernels.problem import ALONG_M, ALONG_N, PersistentConfig, Problem
+
+
+class Place(NamedTuple):
+  """Where a tile is.
+
+  Attributes:
+    index: of the product that it is of: its operands', in their batch.
+    m, n: its first row and column, in elements.
+    result: which of the results it is stored into.
+    end: the row of the result, or column of a transposed product, at which those that
+      are stored end; None: they end with the result.
+  """
+
+  index: Any
+  m: Any
+  n: Any
+  result: Any
+  end: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +76,11 @@ class ClusterGrid:
     whole, rest = divmod(self.num_tiles, self.at_once * self.share)
     return whole * self.at_once + min(rest, self.at_once)
 
+  def of_cta(self, refs) -> ClusterGrid:
+    """The same as a CTA knows it, which has the references `refs`."""
+    del refs
+    return self
+
   def _first(self):
     """The first tile of this CTA."""
     cta = lax.axis_index("cta")
@@ -74,8 +98,8 @@ class ClusterGrid:
       return left
     return jnp.minimum(left, self.share)
 
-  def locate(self, local):
-    """(batch, m, n) of this CTA's `local`-th tile; m and n in elements."""
+  def locate(self, local) -> Place:
+    """The place of this CTA's `local`-th tile."""
     config = self.config
     index = self._first() + local * self.at_once
     batch, index = tiles.apart(index, self.num_tiles, self.tiles_m * self.tiles_n)
@@ -86,4 +110,7 @@ class ClusterGrid:
       mi = mi * config.cluster_m + lax.axis_index(ALONG_M)
     if config.cluster_n > 1:
       ni = ni * config.cluster_n + lax.axis_index(ALONG_N)
-    return batch, mi * config.tile_m, ni * self.tile_n
+    return Place(batch, mi * config.tile_m, ni * self.tile_n, batch)
+
+  def empty_count(self) -> None:
+    """Tiles of this CTA behind those, which are zeros: there are none."""

@@ -39,7 +39,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import activations, register_stores, run_stores, tiles
+from pallas_kernels import (
+  activations,
+  partial_stores,
+  register_stores,
+  run_stores,
+  tiles,
+)
 from pallas_kernels.fragments import RowOrder
 from pallas_kernels.problem import Problem
 from pallas_kernels.scales import Scales
@@ -198,12 +204,13 @@ class Epilogue:
 
   def store(
       self, acc, out_gmem: Ref, c_gmem: Refs, refs, *, wg, batch, row, col,
-      of_batch=None, prefetched: bool = False,
+      of_batch=None, prefetched: bool = False, end=None,
   ):
     """Stores a warpgroup's accumulator [rows, cols] at (row, col) of the product.
 
     Of a gated product the left half of `acc` is the gate's.
     It is of product `of_batch`, if that is not the index `batch` of the result.
+    Rows of the result from `end` on are others', if it is given.
 
     Waits for the staging slot that it uses next, never for the last store: call
     `finish` before the kernel ends. `prefetched` says that `prefetch` was called.
@@ -218,7 +225,7 @@ class Epilogue:
     step = self.out.rows if self.transposed else self.out.cols
     for n, (i, j, stored) in enumerate(starts):
       at = self._in_result(row + i, col + j)
-      to = dict(slots=refs["out_slots"], wg=wg, stored=stored, **at)
+      to = dict(slots=refs["out_slots"], wg=wg, stored=stored, end=end, **at)
       pieces = []
       for begin, bias, saved in zip(
           range(j, acc.shape[1], cols), BIASES, OTHERS, strict=False
@@ -285,7 +292,9 @@ class Epilogue:
     bias = bias.astype(jnp.float32)
     return piece + lax.broadcast_in_dim(bias, piece.shape, (dim,))
 
-  def _store_piece(self, piece, out_gmem, slots, *, wg, index, row, col, stored):
+  def _store_piece(
+      self, piece, out_gmem, slots, *, wg, index, row, col, stored, end
+  ):
     piece = piece.astype(jnp.dtype(self.problem.out_dtype))
     if self.out.way == "masked":
       register_stores.store(
@@ -296,26 +305,62 @@ class Epilogue:
     if self.out.way == "run":
       run_stores.store(piece, slots.at[wg], out_gmem, row, col)
       return
-    tma, registers = self.out.views(slots)
+    if end is None:
+      self._stage(piece, slots, wg=wg, index=index)
+      self._copy(out_gmem, slots, wg=wg, index=index, row=row, col=col, stored=stored)
+      return
+
+    @pl.when(row + self.out.rows <= end)
+    def _store_whole():
+      self._stage(piece, slots, wg=wg, index=index, in_turn=not self.transposed)
+      self._copy(out_gmem, slots, wg=wg, index=index, row=row, col=col, stored=stored)
+
+    if self.out.way == "flat":
+      partial_stores.store(piece, out_gmem, row, col, end, transposed=self.transposed)
+      return
+
+    @pl.when(row + self.out.rows > end)
+    def _copy_each_row():
+      self._stage(piece, slots, wg=wg, index=index, in_turn=False)
+      for i in range(stored if self.transposed else 0, self.out.rows):
+        pl.when(row + i < end)(
+            functools.partial(
+                self._copy, out_gmem, slots, wg=wg, index=index, row=row, col=col,
+                stored=stored, of_rows=(i, 1),
+            )
+        )
+
+  def _stage(self, piece, slots, *, wg, index, in_turn: bool = True) -> None:
+    """Writes a piece into its slot, once that is free.
+
+    Which it is once all but the youngest stores have read theirs, if all before it have
+    left `in_turn`. The first piece of a tile may follow one that used the same slot.
+    """
+    _, registers = self.out.views(slots)
     slot = index % NUM_SLOTS
-    # This slot is free once all but the youngest stores have read theirs. The
-    # first piece of a tile may follow one that used the same slot: wait for all.
-    younger = NUM_SLOTS - 1 if index else 0
+    younger = NUM_SLOTS - 1 if index and in_turn else 0
     plgpu.wait_smem_to_gmem(younger, wait_read_only=True)
     if self.transposed:
       registers.at[wg, slot].transpose((1, 0))[...] = piece
     else:
       registers[wg, slot] = piece
     plgpu.commit_smem()
-    skipped = [0, 0]
-    if self.transposed:
-      skipped[0] = stored
-    elif self.out.way == "tiled":
-      skipped[1] = stored  # To store the same bits twice is a race there.
-    rows, cols = self.out.rows - skipped[0], self.out.cols - skipped[1]
+
+  def _copy(
+      self, out_gmem, slots, *, wg, index, row, col, stored, of_rows=None
+  ) -> None:
+    """Starts to store the piece that is in a slot, or some of its rows (first, count)."""
+    tma, _ = self.out.views(slots)
+    first, rows = of_rows or (0, self.out.rows)
+    skipped = 0
+    if self.transposed and of_rows is None:
+      first, rows = stored, rows - stored
+    elif self.out.way == "tiled" and not self.transposed:
+      skipped = stored  # To store the same bits twice is a race there.
+    cols = self.out.cols - skipped
     plgpu.copy_smem_to_gmem(
-        tma.at[wg, slot, pl.ds(skipped[0], rows), pl.ds(skipped[1], cols)],
-        out_gmem.at[pl.ds(row + skipped[0], rows), pl.ds(col + skipped[1], cols)],
+        tma.at[wg, index % NUM_SLOTS, pl.ds(first, rows), pl.ds(skipped, cols)],
+        out_gmem.at[pl.ds(row + first, rows), pl.ds(col + skipped, cols)],
     )
 
   def _start_c(self, c_gmem: Refs, refs, n: int, *, wg, batch, row, col) -> None:

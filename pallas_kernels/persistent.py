@@ -53,6 +53,7 @@ from pallas_kernels import (
 from pallas_kernels import ring as rings
 from pallas_kernels.cluster_grid import ClusterGrid
 from pallas_kernels.exchange import Exchange
+from pallas_kernels.grouped_grid import GroupedGrid
 from pallas_kernels.problem import PersistentConfig, Problem
 
 NAME = "persistent"
@@ -160,13 +161,13 @@ def run(
     call: calls.Call, problem: Problem, config: PersistentConfig, *, name: str,
     num_sms: int, k_steps: int, copies: int = 1, rounds: int = 1,
     operand_origin: Callable[..., Any] = lambda batch: (batch, 0),
-    exchange: Exchange | None = None,
+    exchange: Exchange | None = None, grid: ClusterGrid | GroupedGrid | None = None,
 ) -> calls.Results:
   """Runs the schedule: `k_steps` k tiles for each tile of each result.
 
   Split-k asks for `copies` results a product, maps the index of a result to the
   (batch, k) at which its operands begin, and may have the CTAs of a cluster
-  `exchange` their sums.
+  `exchange` their sums. Groups of rows have a `grid` of their own.
   """
   wg_tile_shape = specialised.wg_tile(config)
   stored_shape = wg_tile_shape[0], specialised.stored_cols(call.result, config)
@@ -177,21 +178,23 @@ def run(
     lost = split.lost * config.tile_k * max(config.promote, 1) / 64
   in_blocks = call.result.epilogue.scaling == "blocks"
   teams = specialised.num_teams(config)
-  grid = ClusterGrid.of(problem, config, num_sms=num_sms, copies=copies, rounds=rounds)
+  grid = grid or ClusterGrid.of(
+      problem, config, num_sms=num_sms, copies=copies, rounds=rounds
+  )
 
   def _kernel(lhs_gmem, rhs_gmem, c_gmem, out_gmem, refs):
-    wg = lax.axis_index("wg")
-    count = grid.local_count()
+    wg, tiles_of = lax.axis_index("wg"), grid.of_cta(refs)
+    count = tiles_of.local_count()
 
     def _load():
       producer = wg - config.consumers
 
       def tile(local, _):
-        index, m, n = grid.locate(local)
-        batch, k = operand_origin(index)
+        place = tiles_of.locate(local)
+        batch, k = operand_origin(place.index)
         ring.produce(
             lhs_gmem, rhs_gmem, refs, producer=producer, local=local, batch=batch,
-            m=m, n=n, k=k,
+            m=place.m, n=place.n, k=k,
         )
 
       lax.fori_loop(jnp.int32(0), count, tile, None)
@@ -204,10 +207,10 @@ def run(
 
       def tile(turn, _):
         local = first + turn * teams
-        index, m, n = grid.locate(local)
+        index, m, n, result, end = tiles_of.locate(local)
         of_batch, first_k = operand_origin(index)
         starts = dict(lhs_start=share.row, rhs_start=share.col)
-        at = dict(wg=wg, batch=index, row=m + share.row, col=n + share.col)
+        at = dict(wg=wg, batch=result, row=m + share.row, col=n + share.col)
         if exchange is None:
           epilogue.prefetch(c_gmem, refs, shape=stored_shape, **at)
 
@@ -258,7 +261,7 @@ def run(
         def store(sums, col):
           epilogue.store(
               sums, out_gmem, c_gmem, refs, of_batch=of_batch,
-              prefetched=exchange is None, **at | {"col": at["col"] + col},
+              prefetched=exchange is None, end=end, **at | {"col": at["col"] + col},
           )
 
         if exchange is None:
@@ -270,6 +273,18 @@ def run(
         exchange.start(refs, wg=wg)
       turns = lax.div(count - first + teams - 1, jnp.int32(teams))
       lax.fori_loop(jnp.int32(0), turns, tile, None)
+      if (empty := tiles_of.empty_count()) is not None:
+
+        def clear(turn, _):
+          place = tiles_of.locate_empty(first + turn * teams)
+          epilogue.store(
+              accumulate.zeros(wg_tile_shape, problem.acc_dtype), out_gmem, c_gmem, refs,
+              wg=wg, batch=place.result, row=place.m + share.row,
+              col=place.n + share.col, end=place.end,
+          )
+
+        turns = lax.div(empty - first + teams - 1, jnp.int32(teams))
+        lax.fori_loop(jnp.int32(0), turns, clear, None)
       epilogue.finish()
 
     rings.specialise(

@@ -140,6 +140,9 @@ class Problem:
     epilogue: what follows the accumulation.
     lhs_source, rhs_source: dtype of the array that the kernel gets in place of this
       operand, and converts, by name; "": the operand's own.
+    grouped: dimension, "m" or "k", whose rows are shared out among `batch` groups, of
+      sizes that are data: each has rows of its own, and with "m" an rhs, with "k" a
+      product. "": none.
   """
 
   m: int
@@ -156,6 +159,7 @@ class Problem:
   epilogue: Epilogue = Epilogue()
   lhs_source: str = ""
   rhs_source: str = ""
+  grouped: Literal["", "m", "k"] = ""
 
   @property
   def layouts(self) -> str:
@@ -215,7 +219,7 @@ class Problem:
 
   @property
   def out_shape(self) -> tuple[int, int, int]:
-    return (self.batch, self.m, self.n)
+    return (1 if self.grouped == "m" else self.batch, self.m, self.n)
 
   @property
   def product_n(self) -> int:
@@ -302,7 +306,8 @@ class Problem:
 
   @property
   def flops(self) -> int:
-    return 2 * self.batch * self.m * self.product_n * self.k
+    products = 1 if self.grouped else self.batch
+    return 2 * products * self.m * self.product_n * self.k
 
   @property
   def num_bytes(self) -> int:
@@ -319,9 +324,10 @@ class Problem:
     return lhs + rhs * (1 + epilogue.gated) + results + c * epilogue.num_c
 
   def __str__(self) -> str:
-    batch = f"{self.batch} x " if self.batch > 1 else ""
+    batch = f"{self.batch} x " if self.batch > 1 and not self.grouped else ""
+    groups = f" in {self.batch} groups of {self.grouped}" if self.grouped else ""
     return (
-        f"{batch}{self.m}x{self.n}x{self.k} {self.layouts}"
+        f"{batch}{self.m}x{self.n}x{self.k} {self.layouts}{groups}"
         f" {self.dtype}{self._sources()}->{self.out_dtype}{self.epilogue}"
     )
 

@@ -175,31 +175,41 @@ class Ring:
         of_team = 0 if read is None else read.team * self.num_stages
         plgpu.barrier_wait(refs["empty"].at[slot + of_team])
 
-      at = dict(batch=batch, k=k + i * tile_k)
+      at = dict(batch=batch, m=m, n=n, k=k + i * tile_k)
       full = refs["full"].at[slot + barriers]
-      loads = [
-          (self.lhs, lhs_gmem, refs["lhs_slots"], m, ALONG_N, self.lhs_shared),
-          (self.rhs, rhs_gmem, refs["rhs_slots"], n, ALONG_M, self.rhs_shared),
-      ]
-      by_registers = []  # TMA's copies are under way while registers load the rest.
-      for operand, gmem, slots, mn, axis, ctas in loads:
-        if operand.way == "loads":
-          by_registers.append(operand.by_registers(gmem, slots, slot, mn=mn, **at))
-          continue
-        shared = dict(collective_axes=(axis,), cluster=ctas) if ctas > 1 else {}
-        for part in range(operand.num_parts):
-          to = kept if operand.stays else slot
-          operand.load(gmem, slots, to, full, mn=mn, part=part, **at, **shared)
-      if by_registers:
-        register_loads.load(*by_registers)
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(full)
+      self.fill(lhs_gmem, rhs_gmem, refs, slot, full, kept=kept, **at)
       return self._after(slot, self.num_producers), self._read_after(read)
 
     count = lax.div(self.k_steps - first + turns - 1, turns)
     step = first_step + first
     places = self._slot(step), self._read_before(step)
     lax.fori_loop(jnp.int32(0), count, load, places)
+
+  def fill(
+      self, lhs_gmem, rhs_gmem, refs, slot, full, *, batch, m, n, k, kept=None
+  ):
+    """Loads the k tile at (m, n, k) into a slot; what arrives does so on `full`.
+
+    An lhs that stays goes into its slot `kept`.
+    """
+    at = dict(batch=batch, k=k)
+    loads = [
+        (self.lhs, lhs_gmem, refs["lhs_slots"], m, ALONG_N, self.lhs_shared),
+        (self.rhs, rhs_gmem, refs["rhs_slots"], n, ALONG_M, self.rhs_shared),
+    ]
+    by_registers = []  # TMA's copies are under way while registers load the rest.
+    for operand, gmem, slots, mn, axis, ctas in loads:
+      if operand.way == "loads":
+        by_registers.append(operand.by_registers(gmem, slots, slot, mn=mn, **at))
+        continue
+      shared = dict(collective_axes=(axis,), cluster=ctas) if ctas > 1 else {}
+      for part in range(operand.num_parts):
+        to = kept if operand.stays else slot
+        operand.load(gmem, slots, to, full, mn=mn, part=part, **at, **shared)
+    if by_registers:
+      register_loads.load(*by_registers)
+      plgpu.commit_smem()
+      plgpu.barrier_arrive(full)
 
   def consume(
       self, acc, refs, *, first_step, num_steps, lhs_start, rhs_start,

@@ -206,6 +206,8 @@ def check_problem(
       products of gated ones: persistent does.
     converts: whether it takes an operand of 8 bits for one of 16: persistent and split_k.
   """
+  if problem.grouped:
+    return f"groups of {problem.grouped}: only grouped_m and grouped_k have some"
   if problem.converts and not converts:
     return "operands of 8 bits: only persistent and split_k convert one to 16"
   scaling = problem.epilogue.scaling

@@ -22,7 +22,10 @@ LAYERS = (
     ("cost_model", "tile_shapes", "ring_slots"),
     ("xla_times",),
     ("contexts", "table", "heuristics", "dims", "precision", "reference", "quantisation"),
-    ("triton_heuristics", "user_table", "invariance", "recording", "stored"),
+    (
+        "triton_heuristics", "grouped_heuristics", "user_table", "invariance",
+        "recording", "stored",
+    ),
     ("plan", "product", "checkpoint_policies", "forms"),
     ("launch", "explaining"),
     ("lowering",),
@@ -30,19 +33,19 @@ LAYERS = (
     ("partitioning", "converted"),
     ("passes",),
     ("primitive", "cotangents"),
-    ("gradients", "scaled_product"),
+    ("gradients", "scaled_product", "ragged_product"),
     ("fused",),
     ("contraction",),
-    ("api", "autotune"),
+    ("api", "autotune", "ragged"),
     ("scaled", "layers", "einsums"),
     ("losses", "mlp", "chains"),
     ("rewriting",),
     ("__init__",),
 )
 KERNEL_IMPORTERS = {
-    "cost_model", "cotangents", "heuristics", "invariance", "launch", "losses",
-    "operand_passes", "plan", "ring_slots", "table", "tile_shapes", "traffic",
-    "triton_heuristics", "user_table", "work", "xla_times",
+    "cost_model", "cotangents", "grouped_heuristics", "heuristics", "invariance",
+    "launch", "losses", "operand_passes", "plan", "ring_slots", "table", "tile_shapes",
+    "traffic", "triton_heuristics", "user_table", "work", "xla_times",
 }
 # A checkout has suites to tune for; a wheel has none, and must not miss them.
 SUITES_IMPORTER = ROOT / "jaxgemm" / "autotune" / "problems.py"

@@ -7,7 +7,7 @@ import pytest
 
 from experiments import sanitize_cases
 from experiments.sanitize_cases import CASES
-from pallas_kernels import KERNELS, triton
+from pallas_kernels import GROUPED_KERNELS, KERNELS, triton
 
 pytestmark = pytest.mark.slow  # The other JAX version need not run them too.
 
@@ -24,7 +24,7 @@ def test_cases_lower_to_their_kernels(name):
 
 
 def test_every_kernel_has_cases():
-  wanted = {*KERNELS, "cotangents", "losses"}
+  wanted = {*KERNELS, *GROUPED_KERNELS, "cotangents", "losses"}
   if triton.missing_package() is not None:
     wanted.remove(triton.NAME)
   assert {case.kernel for case in CASES.values()} == wanted

@@ -1,0 +1,115 @@
+r"""Products in groups of rows, as experts multiply tokens: jax.lax.ragged_dot and ours.
+
+The sizes of the groups are drawn, as a router gives them that is even on average, and
+differ from one set of operands to the next. Errors come first (experiments/two_ways.py),
+then times in turns; ragged.jsonl has a line for each problem and pass.
+
+  python -m experiments.ragged
+  python -m experiments.ragged --passes=forward
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import dataclasses
+import functools
+
+from absl import app, flags
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments import cli, two_ways
+from experiments.two_ways import Case, Values
+import jaxgemm
+
+flags.adopt_module_key_flags(cli)
+flags.declare_key_flag(two_ways.PASSES.name)
+flags.declare_key_flag(two_ways.ACCELERATE.name)
+
+_EVENNESS = 4.0  # Of a Dirichlet distribution: sizes differ by half their mean.
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+  """One product.
+
+  Attributes:
+    name: of the model.
+    rows: tokens, each as often as it has experts.
+    groups: experts.
+    k, n: of their matrices.
+    passes: which of two_ways.DIRECTIONS are of use.
+  """
+
+  name: str
+  rows: int
+  groups: int
+  k: int
+  n: int
+  passes: tuple[str, ...] = two_ways.DIRECTIONS
+
+  def __str__(self) -> str:
+    return f"{self.name} {self.rows}x{self.n}x{self.k} in {self.groups} groups"
+
+
+PROBLEMS = (
+    Experts("PLATFORM", 8192, 8, 2048, 4096),
+    Experts("PLATFORM", 8192, 64, 2048, 4096),
+    Experts("Mixtral 8x7B", 16384, 8, 4096, 14336),
+    Experts("Mixtral 8x7B", 2048, 8, 4096, 14336),
+    Experts("Mixtral 8x7B", 128, 8, 4096, 14336, ("forward",)),
+    Experts("Mixtral 8x7B", 16, 8, 4096, 14336, ("forward",)),
+    Experts("Mixtral 8x7B", 16, 8, 14336, 4096, ("forward",)),
+    Experts("DeepSeek-V3, 64 of 256", 4096, 64, 7168, 2048),
+    Experts("DeepSeek-V3, 64 of 256", 128, 64, 7168, 2048, ("forward",)),
+    Experts("Qwen3-30B-A3B", 8192, 128, 2048, 768),
+    Experts("Qwen3-30B-A3B", 256, 128, 2048, 768, ("forward",)),
+    Experts("gpt-oss-20b", 4096, 32, 2880, 5760),
+)
+SMALL = Experts("small", 96, 5, 64, 128)
+
+
+def draw(experts: Experts, seed: int) -> Values:
+  """Returns fresh operands "x", "w" and "sizes", and the cotangent as "ct"."""
+  rng = np.random.default_rng(seed)
+  shares = rng.dirichlet(np.full(experts.groups, _EVENNESS))
+  sizes = rng.multinomial(experts.rows, shares)
+  shapes = {
+      "x": (experts.rows, experts.k), "w": (experts.groups, experts.k, experts.n),
+      "ct": (experts.rows, experts.n),
+  }
+  keys = jax.random.split(jax.random.key(seed), len(shapes))
+  values = {
+      name: jax.random.normal(key, shape, jnp.bfloat16)
+      for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+  }
+  return values | {"sizes": jnp.asarray(sizes, jnp.int32)}
+
+
+def make_case(experts: Experts, direction: str) -> Case:
+  """Returns the case of one product."""
+
+  def run(ragged_dot, values: Values):
+    return ragged_dot(values["x"], values["w"], values["sizes"])
+
+  return Case(
+      str(experts), direction, functools.partial(draw, experts),
+      functools.partial(run, jax.lax.ragged_dot),
+      functools.partial(run, jaxgemm.ragged_dot),
+  )
+
+
+def main(argv: Sequence[str]) -> None:
+  platform = cli.start(argv)
+  cases = [
+      make_case(experts, direction)
+      for experts in (PROBLEMS if platform.on_gpu else (SMALL,))
+      for direction in two_ways.PASSES.value if direction in experts.passes
+  ]
+  rows = two_ways.run(cases, platform, "ragged")
+  print(two_ways.mean_ratios(rows, lambda row: row.direction))
+
+
+if __name__ == "__main__":
+  app.run(main)

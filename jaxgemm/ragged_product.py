@@ -1,0 +1,364 @@
+"""ragged_p: products in groups of rows, and sums over groups of rows.
+
+  rows   out[i] = lhs[i] @ rhs[group of i], zeros for rows that no group has
+  sums   out[g] = lhs[rows of g]^T @ rhs[rows of g]
+
+The rows are sorted by group, and the sizes of the groups are data. Each is linear in both
+operands, and the derivatives of one are products of either form: so all are of this
+primitive. Planned where it is lowered, for one device or for its shards, as gemm_p is.
+
+Source: jax.lax.ragged_dot_general, whose modes 1 and 2 they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+from jax import lax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxgemm import plan as plans
+from jaxgemm import precision as precisions
+from jaxgemm.checkpoint_policies import name_product
+from jaxgemm.contexts import Target, device_of, emulates
+from jaxgemm.dims import Dims, are_known
+from jaxgemm.launch import run
+from jaxgemm.layouts import ShardedArray, choose_layout
+from jaxgemm.lowering import in_emulator
+from jaxgemm.partitioning import added, of_one_device, sharding, with_arity
+from jaxgemm.primitive import (
+  can_partition,
+  check_not_exported,
+  explicit,
+  result_type,
+)
+from jaxgemm.product import Product
+from jaxgemm.recording import record_partitioned, record_plan
+from pallas_kernels import compat
+from pallas_kernels.problem import ALGORITHM_OF_DTYPE, Config, Problem
+
+
+@dataclasses.dataclass(frozen=True)
+class Ragged:
+  """The parameters of ragged_p, whose operands are lhs, rhs and the groups' sizes.
+
+  Attributes:
+    sums: which of the two forms.
+    transposed: of rows whether rhs is [groups, n, k], not [groups, k, n].
+    out_dtype: dtype of the result, by name.
+    precision: what the user asked of XLA, for where XLA computes the product.
+    implementation, config: as in jaxgemm.matmul.
+    must_serve: whether the named implementation must serve or is only preferred, as for
+      a gradient.
+    batch_invariant: whether a row's result must not depend on other rows.
+    target: the device to plan for; None for the device that runs it.
+    out_sharding: sharding of the result on an explicit mesh, or None.
+  """
+
+  sums: bool
+  transposed: bool
+  out_dtype: str
+  precision: Any
+  implementation: str | None
+  config: Config | None
+  must_serve: bool
+  batch_invariant: bool
+  target: Target | None
+  out_sharding: NamedSharding | None = None
+
+  def replace(self, **changes) -> Ragged:
+    return dataclasses.replace(self, **changes)
+
+  @property
+  def groups(self) -> tuple[str, str, str]:
+    """The dimensions of lhs, rhs and the result: r are rows, g groups."""
+    if self.sums:
+      return "rm", "rn", "gmn"
+    return "rk", "gnk" if self.transposed else "gkn", "rn"
+
+
+def bind(lhs, rhs, group_sizes, facts: Ragged) -> jax.Array:
+  """Binds the primitive; its operands need not yet vary over the same mesh axes."""
+  return ragged_p.bind(*compat.vary_alike(lhs, rhs, group_sizes), facts=facts)
+
+
+def plan_of(lhs, rhs, group_sizes, facts: Ragged) -> plans.Plan:
+  """The plan of operands (arrays, or types alone) that lie whole on one device.
+
+  Raises:
+    ValueError: the named kernel, or one that is batch invariant, cannot serve.
+  """
+  of_lhs, of_rhs, _ = facts.groups
+  sizes = dict(zip(of_lhs, lhs.shape, strict=True)) | dict(
+      zip(of_rhs, rhs.shape, strict=True)
+  )
+  algorithm, reason = precisions.choose_algorithm(
+      lhs.dtype.name, rhs.dtype.name, facts.out_dtype, facts.precision
+  )
+  m, k = (sizes["m"], sizes["r"]) if facts.sums else (sizes["r"], sizes["k"])
+  problem = Problem(
+      m, sizes["n"], k, group_sizes.shape[0], lhs_batched=False,
+      rhs_batched=not facts.sums, lhs_layout="m-major" if facts.sums else "k-major",
+      rhs_layout="k-major" if facts.transposed else "n-major", dtype=lhs.dtype.name,
+      out_dtype=facts.out_dtype, grouped="k" if facts.sums else "m",
+      algorithm=algorithm or ALGORITHM_OF_DTYPE.get(lhs.dtype.name, "bf16_f32"),
+  )
+  if reason:
+    named = facts.must_serve and facts.implementation not in (None, "xla")
+    if named or facts.batch_invariant and not facts.sums:
+      what = f"implementation {facts.implementation!r}" if named else "batch_invariant"
+      raise ValueError(f"{what}: no kernel serves {problem}: {reason}")
+    return plans.Plan("xla", None, "fallback", reason, problem)
+  make_plan = functools.partial(
+      plans.make_plan, problem, device_of(facts.target),
+      batch_invariant=facts.batch_invariant and not facts.sums,
+  )
+  try:
+    return make_plan(implementation=facts.implementation, config=facts.config)
+  except ValueError:
+    if facts.must_serve:
+      raise
+    return make_plan()
+
+
+def _on_one_device(*operands, facts: Ragged) -> jax.Array:
+  """By the planned kernel, or XLA."""
+  plan = plan_of(*operands, facts=facts)
+  record_plan(plan)
+  if plan.kernel == "xla":
+    return _by_xla(*operands, facts=facts)
+  launch = functools.partial(run, plan, device=device_of(facts.target))
+  lhs, rhs, group_sizes = operands
+  arrays = lhs[None], rhs[None] if facts.sums else rhs, group_sizes
+  if emulates(facts.target):
+    out = jax.ShapeDtypeStruct(plan.problem.out_shape, jnp.dtype(facts.out_dtype))
+    found = in_emulator(launch, out, arrays)
+  else:
+    found = launch(arrays)
+  return found if facts.sums else found[0]
+
+
+def _by_xla(lhs, rhs, group_sizes, *, facts: Ragged) -> jax.Array:
+  numbers = {
+      (False, False): (((1,), (1,)), (0,), (0,)),
+      (False, True): (((1,), (2,)), (0,), (0,)),
+      (True, False): (((0,), (0,)), (0,), ()),
+  }
+  contracted, ragged, group = numbers[facts.sums, facts.transposed]
+  return lax.ragged_dot_general(
+      lhs, rhs, group_sizes,
+      lax.RaggedDotDimensionNumbers((contracted, ((), ())), ragged, group),
+      precision=facts.precision,
+      preferred_element_type=jnp.dtype(facts.out_dtype),
+  )
+
+
+# -- Over several devices ----------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=256)
+def _partitioned(facts: Ragged):
+  """A function of the operands that XLA's partitioner knows how to shard."""
+  groups = facts.groups
+  function = custom_partitioning(
+      with_arity(functools.partial(_by_xla, facts=facts), 3)
+  )
+  lhs, rhs, out = (" ".join(each) for each in groups)
+  function.def_partition(
+      functools.partial(_partition, facts),
+      sharding_rule=f"{lhs}, {rhs}, g -> {out}",
+      reduction_factors=() if facts.sums else ("k",),
+      need_replication_factors=("r", "g"),
+  )
+  return function
+
+
+def _partition(facts: Ragged, mesh, operands, result):
+  """What each device computes, and how operands and result lie over the mesh.
+
+  Rows and groups are not cut: which rows a group has is data.
+  """
+  lhs, rhs, out = (
+      ShardedArray.of(*each)
+      for each in zip(facts.groups, (*operands[:2], result), strict=True)
+  )
+  lhs, rhs, out = (
+      dataclasses.replace(
+          each, parts={x: axes for x, axes in each.parts.items() if x not in "rg"}
+      )
+      for each in (lhs, rhs, out)
+  )
+  layout = choose_layout([lhs, rhs], [out], dict(mesh.shape))
+  (reduction,) = layout.reductions
+  local = facts
+  if emulates(facts.target):
+    # JAX loses the host callbacks of a partition, so XLA computes the shards.
+    local = facts.replace(target=None, implementation=None, config=None)
+
+  def compute(*operands):
+    return added(_on_one_device(*operands, facts=local), out, reduction)
+
+  return (
+      mesh, of_one_device(compute), sharding(mesh, out, layout.result_parts(0)),
+      (
+          sharding(mesh, lhs, layout.parts), sharding(mesh, rhs, layout.parts),
+          NamedSharding(mesh, PartitionSpec()),
+      ),
+  )
+
+
+# -- Rules and registrations -------------------------------------------------------
+
+
+# Without it: "Abstract evaluation for 'jaxgemm_ragged' not implemented".
+def _abstract_eval(lhs, rhs, group_sizes, *, facts: Ragged):
+  """The type of the product of one group, of all rows; of sums one for each group."""
+  wanted = facts.out_sharding
+  if facts.sums and wanted is not None:
+    wanted = NamedSharding(wanted.mesh, PartitionSpec(*wanted.spec[1:]))
+  one = Product(Dims(), facts.out_dtype, "xla", out_sharding=wanted)
+  if facts.sums:
+    aval = result_type(lhs, rhs, one.replace(dims=Dims(lhs="bkm", rhs="bkn")))
+    return _with_dims(aval, (group_sizes.shape[0], *aval.shape), (None, *_spec(aval)))
+  of_one = _with_dims(rhs, rhs.shape[1:], _spec(rhs)[1:])
+  if facts.transposed:
+    one = one.replace(dims=Dims(rhs="bnk"))
+  return result_type(lhs, of_one, one)
+
+
+def _spec(aval):
+  return tuple(aval.sharding.spec)
+
+
+def _with_dims(aval, shape, spec):
+  if not aval.sharding.mesh.empty:
+    mesh = aval.sharding.mesh
+    return aval.update(
+        shape=shape, sharding=NamedSharding(mesh, PartitionSpec(*spec))
+    )
+  return aval.update(
+      shape=shape, sharding=aval.sharding.update(spec=PartitionSpec(*[None] * len(shape)))
+  )
+
+
+# Without them: "MLIR translation rule for primitive 'jaxgemm_ragged' not found".
+def _lower(ctx, *operands, facts: Ragged):
+  """For every platform but CUDA: XLA's product, or the kernel emulated."""
+  if emulates(facts.target):
+    return _lower_kernel(ctx, *operands, facts=facts)
+  return _lower_function(ctx, functools.partial(_by_xla, facts=facts), operands)
+
+
+def _lower_kernel(ctx, *operands, facts: Ragged):
+  num_devices, _, _ = compat.lowering_mesh(ctx)
+  function = functools.partial(_by_xla, facts=facts)
+  if are_known(size for aval in ctx.avals_in for size in aval.shape):
+    if num_devices == 1:
+      function = functools.partial(_on_one_device, facts=facts)
+    elif can_partition(ctx) and facts.implementation != "xla":
+      check_not_exported(ctx, num_devices)
+      record_partitioned()
+      function = _partitioned(facts)
+  return _lower_function(ctx, function, operands)
+
+
+def _lower_function(ctx, function, operands):
+  # It knows nothing of the mesh in its operands' types: XLA's product has no rule for
+  # explicit axes, and what runs on one device has none.
+  local = ctx.replace(
+      avals_in=[jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]
+  )
+  lowered = mlir.lower_fun(of_one_device(function), multiple_results=False)
+  return [
+      compat.constrain_result(ctx, result, aval)
+      for result, aval in zip(lowered(local, *operands), ctx.avals_out, strict=True)
+  ]
+
+
+# Without it: "Differentiation rule for 'jaxgemm_ragged' not implemented".
+def _jvp(primals, tangents, *, facts: Ragged):
+  lhs, rhs, group_sizes = primals
+  terms = []
+  for index, tangent in enumerate(tangents[:2]):
+    if type(tangent) is not ad.Zero:
+      operands = [lhs, rhs]
+      operands[index] = tangent
+      terms.append(ragged_p.bind(*operands, group_sizes, facts=facts))
+  out = name_product(ragged_p.bind(*primals, facts=facts), has_batch=facts.sums)
+  if not terms:
+    return out, ad.Zero.from_primal_value(out)
+  return out, functools.reduce(ad.add_jaxvals, terms)
+
+
+# Without it: "Transpose rule (for reverse-mode differentiation) for 'jaxgemm_ragged' not
+# implemented".
+def _transpose(ct, lhs, rhs, group_sizes, *, facts: Ragged):
+  """The cotangent of the operand that is undefined: a product of the other and `ct`."""
+  index = 0 if ad.is_undefined_primal(lhs) else 1
+  aval = (lhs, rhs)[index].aval
+  grads = [None, None, None]
+  if type(ct) is ad.Zero:
+    grads[index] = ad.Zero(aval.to_ct_aval())
+    return grads
+  rows = functools.partial(_gradient, group_sizes, aval, facts)
+  if facts.sums:
+    grads[index] = rows(rhs, ct, transposed=True) if index == 0 else rows(lhs, ct)
+  elif index == 0:
+    grads[index] = rows(ct, rhs, transposed=not facts.transposed)
+  else:
+    operands = (ct, lhs) if facts.transposed else (lhs, ct)
+    grads[index] = _gradient(group_sizes, aval, facts, *operands, sums=True)
+  return grads
+
+
+def _gradient(
+    group_sizes, aval, facts: Ragged, lhs, rhs, *, transposed: bool = False,
+    sums: bool = False,
+) -> jax.Array:
+  """The product of two arrays whose dtypes may differ, of the dtype of `aval`."""
+  dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
+  lhs, rhs = (lax.convert_element_type(x, dtype) for x in (lhs, rhs))
+  found = facts.replace(
+      sums=sums, transposed=transposed, out_dtype=aval.dtype.name, config=None,
+      must_serve=False,
+      implementation="xla" if facts.implementation == "xla" else None,
+      out_sharding=explicit(aval.sharding),
+  )
+  return ragged_p.bind(lhs, rhs, group_sizes, facts=found)
+
+
+# Without it: "Batching rule for 'jaxgemm_ragged' not implemented".
+def _batch(operands, axes, *, facts: Ragged):
+  """One product after the other: each has groups of its own, where they begin."""
+  mapped = [
+      jnp.moveaxis(x, axis, 0)
+      for x, axis in zip(operands, axes, strict=True) if axis is not None
+  ]
+
+  def one(mapped):
+    found = iter(mapped)
+    each = [
+        x if axis is None else next(found) for x, axis in zip(operands, axes, strict=True)
+    ]
+    return ragged_p.bind(*each, facts=facts)
+
+  return lax.map(one, mapped), 0
+
+
+ragged_p = Primitive("jaxgemm_ragged")
+ragged_p.def_abstract_eval(_abstract_eval)
+compat.computes_by_lowering(ragged_p)
+mlir.register_lowering(ragged_p, _lower)
+mlir.register_lowering(ragged_p, _lower_kernel, platform="cuda")
+# Else jit hides its devices from lowering rules, and nothing can be partitioned.
+compat.requires_devices(ragged_p)
+ad.primitive_jvps[ragged_p] = _jvp
+ad.primitive_transposes[ragged_p] = _transpose
+batching.primitive_batchers[ragged_p] = _batch
