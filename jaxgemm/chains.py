@@ -5,6 +5,11 @@
   activated one of our activations, however many equations that is
   gated     the product of that and of another product of the same lhs
 
+Of a product in groups of rows, which is a chain of another type:
+
+  grouped   ragged_dot, or one of ours
+  turned    a narrower result, or one transposed that lhs and rhs, exchanged, give
+
 A chain takes an equation only if nothing else wants what enters it.
 """
 
@@ -20,13 +25,18 @@ from jax.extend import core
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, primitives
 import jax.numpy as jnp
 
+from jaxgemm import precision as precisions
+from jaxgemm.contexts import current_target, is_batch_invariant
 from jaxgemm.contraction import product_of
 from jaxgemm.dims import Axes, label_axes
 from jaxgemm.primitive import gemm_p
 from jaxgemm.product import Product
+from jaxgemm.ragged_product import Ragged, ragged_p
+from pallas_kernels import compat
 from pallas_kernels.problem import NONE
 
 _FLOATS = "float16", "bfloat16", "float32"  # Of operands, and of what is fused.
+_GROUPED = "float16", "bfloat16"  # Of operands whose rows are in groups.
 _Users = dict[Var, list[int | None]]  # Of a variable: equations, None for the results.
 _Maker = Callable[[Var], JaxprEqn | None]  # Of a variable: the equation.
 
@@ -58,16 +68,34 @@ class Chain:
   narrowed: bool = False
 
 
+@dataclasses.dataclass(frozen=True)
+class RaggedChain:
+  """A product in groups of rows and the equations behind it that its kernel can compute.
+
+  Attributes:
+    first, last, taken, exchanged: as of a Chain.
+    facts: what it is.
+  """
+
+  first: int
+  last: int
+  taken: frozenset[int]
+  facts: Ragged
+  exchanged: bool = False
+
+
 class Fusion:
   """The chains of a jaxpr.
 
   Attributes:
     chains: each by the index that ends it.
+    ragged: those of products in groups of rows, too.
     within: the indices of all other equations that chains compute.
   """
 
   def __init__(self, jaxpr: Jaxpr):
     self.chains: dict[int, Chain] = {}
+    self.ragged: dict[int, RaggedChain] = {}
     self.within: set[int] = set()
     self._equations, self._users = jaxpr.eqns, _users(jaxpr)
     self._made_at = {
@@ -77,8 +105,8 @@ class Fusion:
     for first, equation in reversed(list(enumerate(jaxpr.eqns))):
       chain = _begun(first, equation)
       if chain is None:
-        continue
-      if all(x.aval.dtype.name in _FLOATS for x in equation.invars[:2]):
+        self._turn(_grouped(first, equation))
+      elif all(x.aval.dtype.name in _FLOATS for x in equation.invars[:2]):
         self._grow(chain)
       else:
         self.chains[first] = chain
@@ -92,7 +120,10 @@ class Fusion:
     What is part of a chain is computed at its end.
     """
     chains = self.chains.values()
-    end = {index: chain.last for chain in chains for index in chain.taken}
+    end = {
+        index: chain.last for chain in (*chains, *self.ragged.values())
+        for index in chain.taken
+    }
     # A bias is what was broadcast, of which nothing else knows that the chain wants it.
     biases: dict[Var | None, int] = {}
     for chain in chains:
@@ -120,19 +151,37 @@ class Fusion:
   def _longer(self, chain: Chain) -> Chain | None:
     """The chain with what follows it, if the kernel can compute that."""
     (out,) = self._equations[chain.last].outvars
-    following = set(self._users.get(out, [None]))
-    if None in following or following & (self.chains.keys() | self.within):
+    following = self._following(chain)
+    if not following or following & (self.chains.keys() | self.within):
       return None
     if chain.product.out_dtype not in _FLOATS or out.aval.weak_type:
-      return None
-    context = self._equations[chain.first].ctx  # Of which XLA's metadata are a part.
-    if any(self._equations[index].ctx != context for index in following):
       return None
     longer = None
     if len(self._users[out]) == 1:
       (index,) = following
       longer = _followed(chain, out, index, self._equations[index], self._maker)
     return longer or _activated(chain, out, self._equations, self._users)
+
+  def _following(self, chain: Chain | RaggedChain) -> set[int]:
+    """Equations that take its result; none if more needs it, or in another context."""
+    (out,) = self._equations[chain.last].outvars
+    following = set(self._users.get(out, [None]))
+    context = self._equations[chain.first].ctx  # Of which XLA's metadata are a part.
+    if None in following:
+      return set()
+    same = all(self._equations[index].ctx == context for index in following)
+    return following if same else set()
+
+  def _turn(self, chain: RaggedChain | None) -> None:
+    """Adds the chain, if it is one, with all that it can take."""
+    longer = chain
+    while longer is not None:
+      chain, following = longer, self._following(longer)
+      index = following.pop() if len(following) == 1 else None
+      longer = None if index is None else _turned(chain, index, self._equations[index])
+    if chain is not None:
+      self.ragged[chain.last] = chain
+      self.within |= chain.taken - {chain.last}
 
   def _gate(self, last: int) -> None:
     """Makes one chain of two, if this one's result multiplies another product of lhs."""
@@ -351,6 +400,88 @@ def _bias(x: Var, chain: Chain, shape: tuple[int, ...], maker: _Maker) -> Var | 
     if math.prod(x.aval.shape) == math.prod(cols):
       return x
   return None
+
+
+# How ragged_dot_general counts dimensions: contracted, of the rows, of the groups. Of
+# another order one of the operands would have to be transposed first.
+_RAGGED_FORMS = {
+    (((1,), (1,)), (0,), (0,)): dict(sums=False, transposed=False),
+    (((1,), (2,)), (0,), (0,)): dict(sums=False, transposed=True),
+    (((0,), (0,)), (0,), ()): dict(sums=True, transposed=False),
+}
+
+
+def _grouped(index: int, equation: JaxprEqn) -> RaggedChain | None:
+  """The chain of a product in groups of rows alone; None if it is none, or not ours."""
+  params = equation.params
+  if equation.primitive is ragged_p:
+    facts = params["facts"]
+    named = facts.implementation is not None or facts.config is not None
+    return None if named else RaggedChain(index, index, frozenset([index]), facts)
+  if equation.primitive.name != "ragged_dot_general":
+    return None
+  form = _ragged_form(params["ragged_dot_dimension_numbers"])
+  avals = [x.aval for x in equation.invars]
+  if form is None or len(avals) != 3 or not all(map(is_plain, avals)):
+    return None
+  lhs, rhs, group_sizes = avals
+  ranks = 2, 2 if form["sums"] else 3, 1
+  if tuple(x.ndim for x in avals) != ranks or lhs.dtype != rhs.dtype:
+    return None
+  if lhs.weak_type or rhs.weak_type:
+    return None
+  if params.get("group_offset") is not None or params.get("out_sharding") is not None:
+    return None
+  precision = compat.canonicalize_precision(params["precision"])
+  out_dtype = equation.outvars[0].aval.dtype.name
+  _, reason = precisions.choose_algorithm(
+      lhs.dtype.name, rhs.dtype.name, out_dtype, precision
+  )
+  if lhs.dtype.name not in _GROUPED:
+    reason = reason or f"no kernel multiplies groups of rows of {lhs.dtype}"
+  if reason and is_batch_invariant() and not form["sums"]:
+    raise ValueError(f"batch_invariant: XLA's product is not: {reason}")
+  if reason:
+    return None
+  facts = Ragged(
+      **form, out_dtype=out_dtype, precision=precision, implementation=None, config=None,
+      must_serve=True, batch_invariant=is_batch_invariant(), target=current_target(),
+  )
+  return RaggedChain(index, index, frozenset([index]), facts)
+
+
+def _ragged_form(numbers) -> dict[str, bool] | None:
+  """Which of ours a product in groups of rows of such dimension numbers is."""
+  contracted, batch = numbers.dot_dimension_numbers
+  ints = lambda dims: tuple(map(int, dims))
+  if any(map(ints, batch)):
+    return None
+  key = (
+      tuple(map(ints, contracted)), ints(numbers.lhs_ragged_dimensions),
+      ints(numbers.rhs_group_dimensions),
+  )
+  return _RAGGED_FORMS.get(key)
+
+
+def _turned(chain: RaggedChain, index: int, equation: JaxprEqn) -> RaggedChain | None:
+  """The chain with the equation that takes its result, if the kernel can."""
+  facts, name = chain.facts, equation.primitive.name
+  result, exchanged = equation.outvars[0].aval, chain.exchanged
+  if not is_plain(result) or result.weak_type:
+    return None
+  if name == "convert_element_type":
+    widened = result.dtype.itemsize >= jnp.dtype(facts.out_dtype).itemsize
+    if widened or result.dtype.name not in _FLOATS:
+      return None
+    facts = facts.replace(out_dtype=result.dtype.name)
+  elif name == "transpose" and facts.sums:
+    if tuple(equation.params["permutation"]) != (0, 2, 1):
+      return None
+    facts = facts.replace(precision=precisions.exchanged(facts.precision))
+    exchanged = not exchanged
+  else:
+    return None
+  return RaggedChain(chain.first, index, chain.taken | {index}, facts, exchanged)
 
 
 # Activations as they are written, of ours by the same names.

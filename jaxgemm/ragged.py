@@ -37,7 +37,8 @@ def ragged_dot(
       jaxgemm.explain says of a function.
     rhs: [groups, k, n], of the same dtype, or else both are promoted.
     group_sizes: [groups], integers: the rows of each.
-    transposed: whether rhs is [groups, n, k].
+    transposed: whether rhs is [groups, n, k]. One that the caller transposes, as in
+      `w.swapaxes(1, 2)`, is read as it lies, too.
     precision, preferred_element_type: as for jax.lax.ragged_dot. Sums are float32.
     out_sharding: sharding of the result on a mesh with explicit axes.
     implementation: None (the plan chooses), "grouped_m" or "xla". A kernel that is named

@@ -41,6 +41,7 @@ from jaxgemm.primitive import (
 )
 from jaxgemm.product import Product
 from jaxgemm.recording import record_partitioned, record_plan
+from jaxgemm.stored import as_stored
 from pallas_kernels import compat
 from pallas_kernels.problem import ALGORITHM_OF_DTYPE, Config, Problem
 
@@ -85,7 +86,14 @@ class Ragged:
 
 
 def bind(lhs, rhs, group_sizes, facts: Ragged) -> jax.Array:
-  """Binds the primitive; its operands need not yet vary over the same mesh axes."""
+  """Binds the primitive, to matrices as they lie: see `stored`.
+
+  The operands need not yet vary over the same mesh axes.
+  """
+  if not facts.sums:
+    (stored,), axes = as_stored([rhs], tuple(facts.groups[1]))
+    if axes[0] == "g":
+      rhs, facts = stored, facts.replace(transposed=axes[1] == "n")
   return ragged_p.bind(*compat.vary_alike(lhs, rhs, group_sizes), facts=facts)
 
 

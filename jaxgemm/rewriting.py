@@ -24,10 +24,12 @@ from jax.extend import core
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, primitives
 import jax.numpy as jnp
 
-from jaxgemm.chains import Chain, Fusion, is_plain
+from jaxgemm import ragged_product
+from jaxgemm.chains import Chain, Fusion, RaggedChain, is_plain
 from jaxgemm.checkpoint_policies import knowing_ours
 from jaxgemm.contraction import contract
 from jaxgemm.primitive import gemm_p
+from jaxgemm.ragged_product import ragged_p
 from pallas_kernels import compat
 
 # Those whose own jaxprs are rewritten, and by which parameter they have them.
@@ -38,10 +40,15 @@ _OUTER = {
     primitives.while_p: "body_jaxpr",
     primitives.cond_p: "branches",
 }
+_PRODUCTS = primitives.dot_general_p, gemm_p, ragged_p
 
 
 def accelerate[**P, R](fun: Callable[P, R]) -> Callable[P, R]:
   """Returns `fun` with each lax.dot_general, jnp.matmul, einsum and so on ours.
+
+  And lax.ragged_dot and its gradients, of bfloat16 and float16, without a batch and with
+  rhs [groups, k, n], stored so or transposed by `fun`; in checkpoints they count as
+  products, which lax's do not: policies that save these save ours.
 
   And with what follows a product in its kernel: a number that multiplies it, a bias, an
   activation (jax.nn's relu, silu, gelu, sigmoid, tanh), a sum with another array, a
@@ -98,6 +105,11 @@ class _Rewriter:
         product = jaxpr.eqns[chain.first]
         with compat.source_of(product):
           results = [_computed(product, chain, equation.outvars[0].aval, read)]
+      elif index in fusion.ragged:
+        chain = fusion.ragged[index]
+        product = jaxpr.eqns[chain.first]
+        with compat.source_of(product):
+          results = [_ragged_computed(product, chain, read)]
       else:
         values = list(map(read, equation.invars))
         results = compat.rebind(equation, self._params(equation), values)
@@ -154,7 +166,8 @@ def _alike(a, b) -> bool:
 
 def _has_products(jaxpr: Jaxpr) -> bool:
   return any(
-      equation.primitive in (primitives.dot_general_p, gemm_p)
+      equation.primitive in _PRODUCTS
+      or equation.primitive.name == "ragged_dot_general"  # Which JAX does not export.
       or any(map(_has_products, core.jaxprs_in_params(equation.params)))
       for equation in jaxpr.eqns
   )
@@ -176,3 +189,10 @@ def _computed(equation: JaxprEqn, chain: Chain, aval, read) -> jax.Array:
     others.append(lax.reshape(read(chain.bias), shape))
   others = [jnp.asarray(x) for x in others]
   return contract("accelerate", lhs, rhs, chain.axes, chain.product, others=others)
+
+
+def _ragged_computed(equation: JaxprEqn, chain: RaggedChain, read) -> jax.Array:
+  lhs, rhs, group_sizes = (jnp.asarray(read(x)) for x in equation.invars)
+  if chain.exchanged:
+    lhs, rhs = rhs, lhs
+  return ragged_product.bind(lhs, rhs, group_sizes, chain.facts)
