@@ -65,7 +65,7 @@ SURVIVORS = dict.fromkeys(
     (
         "direct.launch._kernel._load.commit_smem",
         "direct.launch._kernel._multiply.group.commit_smem",
-        "ring.Ring.produce.load.commit_smem", "ring.Ring.produce.load.barrier_arrive",
+        "ring.Ring.fill.commit_smem", "ring.Ring.fill.barrier_arrive",
     ),
     _REGISTERS,
 ) | dict.fromkeys(

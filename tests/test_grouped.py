@@ -156,7 +156,7 @@ ROWS = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fields, of_problem", kernel_cases.mostly_more(ROWS, 7), ids=str)
+@pytest.mark.parametrize("fields, of_problem", ROWS, ids=str)
 def test_rows(fields, of_problem):
   """Sums of k that is padded, or in part; columns of two tiles, the last in part."""
   layouts = "NT" if fields.get("cluster_n", 1) == 1 and "promote" in fields else "NN"
@@ -255,7 +255,7 @@ SUMS = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fields, of_problem", kernel_cases.mostly_more(SUMS, 6), ids=str)
+@pytest.mark.parametrize("fields, of_problem", SUMS, ids=str)
 def test_sums_of_groups_that_begin_anywhere(fields, of_problem):
   sizes = (3, 0, 129, 1, 64, 0, 61)  # Of 261 rows.
   check(of_k(140, 136, 261, len(sizes), **of_problem), config_of(**fields), sizes)
