@@ -116,12 +116,16 @@ SIZES = {
 # -- grouped_m, emulated -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize(
+    "name",
+    ["some empty", "fewer", "more", *map(more, ("one row each", "all in one", "none"))],
+)
 def test_rows_of_few_row_tiles(name):
   sizes = SIZES[name]
   check(of_m(150, 72, 100, len(sizes), "NT"), config_of(**SWAP), sizes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", kernel_cases.mostly_more(["fewer", "some empty", "more", "none"])
 )
@@ -132,16 +136,16 @@ def test_rows_of_whole_tiles(name):
 
 # (fields of the config, those of the problem)
 ROWS = (
-    (dict(tile_m=128, consumers=2), {}),
-    (dict(tile_n=128, consumers=2, wg_dim="n"), {}),
+    more(dict(tile_m=128, consumers=2), {}),
+    more(dict(tile_n=128, consumers=2, wg_dim="n"), {}),
     (dict(consumers=2, wg_dim="tile"), {}),
     (dict(tile_m=256, consumers=2), {}),  # Two strips of 64 rows a warpgroup.
     (dict(cluster_n=2), {}),
     (dict(promote=1), dict(out_dtype="float32")),
     (dict(SWAP, tile_n=32), dict(dtype="float16")),
     (dict(SWAP, cluster_m=2), {}),
-    (dict(SWAP, consumers=2, wg_dim="tile"), {}),
-    (dict(SWAP, tile_n=24, tile_m=128, consumers=2, promote=1), {}),
+    more(dict(SWAP, consumers=2, wg_dim="tile"), {}),
+    more(dict(SWAP, tile_n=24, tile_m=128, consumers=2, promote=1), {}),
     (dict(SWAP, tile_n=72), {}),  # Pieces that have rows in common.
     more(dict(SWAP, tile_n=144, tile_m=128, consumers=2), {}),
     more(dict(tile_n=80), dict(dtype="float16")),
@@ -165,6 +169,7 @@ def test_rows(fields, of_problem):
   check(problem, config_of(**fields), sizes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "m, n, k",
     [(33, 8, 8), (7, 200, 129), more(1, 64, 64), more(64, 72, 1), more(65, 8, 257)],
@@ -177,7 +182,7 @@ def test_rows_of_small_and_odd_sizes(m, n, k):
 
 
 @pytest.mark.parametrize(
-    "groups", [40, more(1)], ids=str
+    "groups", [more(40), more(1)], ids=str
 )
 def test_many_groups_and_one(groups):
   """More groups than rows, most of them empty; one that has some."""
@@ -218,6 +223,7 @@ def check_rows_alone(problem, launch):
     np.testing.assert_array_equal(found[0, sum(ISOLATED_SIZES):], 0.0)
 
 
+@pytest.mark.slow
 @INFINITE
 @pytest.mark.parametrize("fields", [SWAP, more(dict(tile_m=128, consumers=2))], ids=str)
 def test_what_is_not_finite_stays_in_its_rows(fields):
@@ -287,6 +293,7 @@ def check_sums_alone(problem, launch):
   assert not np.isfinite(found[[1, 3]]).any()
 
 
+@pytest.mark.slow
 @INFINITE
 @pytest.mark.parametrize(
     "fields",

@@ -119,7 +119,7 @@ def test_transposed_matrices(dtype, rng):
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", more("float16")])
 def test_emulated_values(dtype, transposed, rng):
   *operands, sizes = operands_of(rng, dtype, transposed=transposed)
   ours = functools.partial(
@@ -134,6 +134,7 @@ def test_emulated_values(dtype, transposed, rng):
 
 
 @pytest.mark.slow
+@pytest.mark.more
 def test_a_row_count_of_many_tiles_emulated(rng):
   """The plan's own config, of a few hundred rows."""
   sizes = jnp.array([100, 0, 130, 3], jnp.int32)
@@ -169,6 +170,7 @@ def test_preferred_element_type(preferred, rng):
 
 
 @pytest.mark.slow
+@pytest.mark.more
 def test_float32_results_emulated(rng):
   """Also of gradients, whose cotangents are float32 then."""
   operands = operands_of(rng, "bfloat16")
@@ -258,7 +260,8 @@ def test_gradients(dtype, transposed, rng):
   check_as_exact(found, theirs, wanted)
 
 
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.slow
+@pytest.mark.parametrize("transposed", [False, more(True)])
 def test_emulated_gradients(transposed, rng):
   *operands, sizes = operands_of(rng, "bfloat16", transposed=transposed)
   ct = normal(rng, M, N, dtype="bfloat16")
@@ -314,6 +317,7 @@ def test_higher_derivatives(transposed, order, rng):
 
 
 @pytest.mark.slow
+@pytest.mark.more
 def test_second_derivatives_emulated(rng):
   lhs, rhs, sizes = operands_of(rng, "bfloat16")
 
@@ -345,6 +349,7 @@ def test_jvp_and_linearize(rng):
   check_close(transpose, jax.linear_transpose(lambda x: theirs(x, rhs), lhs)(ct)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("argnums, count", [(0, 1), (1, 1), ((0, 1), 2)])
 def test_only_what_is_asked_for_is_multiplied(argnums, count, rng):
   """A gradient of a linear function needs no product forward."""
@@ -415,6 +420,7 @@ def test_vmap_twice_and_of_nothing(rng):
 
 
 @pytest.mark.slow
+@pytest.mark.more
 def test_vmap_emulated(rng):
   lhs, rhs = normal(rng, 2, M, K, dtype="bfloat16"), normal(rng, 4, K, N)
   rhs, sizes = rhs.astype("bfloat16"), jnp.array([SIZES, (0, 40, 0, 0)])
@@ -492,6 +498,7 @@ def test_checkpoint_policies(implementation, policy, forward, rng):
 # -- Plans, and what is left to XLA ------------------------------------------------
 
 
+@pytest.mark.slow
 def shapes(m=4096, k=2048, n=1024, g=8, dtype="bfloat16"):
   return [
       jax.ShapeDtypeStruct((m, k), dtype), jax.ShapeDtypeStruct((g, k, n), dtype),
