@@ -12,9 +12,11 @@ import math
 from typing import Any
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 import optax
 
+from experiments import experts
 import jaxgemm
 
 Params = dict[str, jax.Array]
@@ -30,12 +32,14 @@ class Layers:
     mlp: mlp(x, w_up, w_down, bias_up, bias_down, *, activation, residual).
     gated_mlp: gated_mlp(x, w_gate, w_up, w_down, *, residual), with silu.
     cross_entropy: cross_entropy(x, w, labels, transposed=False): float32, of each row.
+    ragged_dot: as jax.lax.ragged_dot.
   """
 
   linear: Callable[..., jax.Array]
   mlp: Callable[..., jax.Array]
   gated_mlp: Callable[..., jax.Array]
   cross_entropy: Callable[..., jax.Array]
+  ragged_dot: experts.RaggedDot
 
 
 def _linear(x, w, bias=None, *, activation=None, residual=None, transposed=False):
@@ -62,9 +66,10 @@ def _cross_entropy(x, w, labels, *, transposed=False):
 
 
 LAYERS = {
-    "xla": Layers(_linear, _mlp, _gated_mlp, _cross_entropy),
+    "xla": Layers(_linear, _mlp, _gated_mlp, _cross_entropy, lax.ragged_dot),
     "jaxgemm": Layers(
-        jaxgemm.linear, jaxgemm.mlp, jaxgemm.gated_mlp, jaxgemm.linear_cross_entropy
+        jaxgemm.linear, jaxgemm.mlp, jaxgemm.gated_mlp, jaxgemm.linear_cross_entropy,
+        jaxgemm.ragged_dot,
     ),
 }
 
@@ -77,11 +82,14 @@ class Block:
     shapes: of the parameters and of x, and of further inputs, by name.
     run: run(values, layers) gives the block's result, of x's shape.
     trains: whether there is a backward pass.
+    routed: tokens, experts, and how many each token goes to: a further input,
+      "chosen". Were they chosen by x, a rounded x could choose others.
   """
 
   shapes: dict[str, tuple[int, ...]]
   run: Callable[[Params, Layers], jax.Array]
   trains: bool = True
+  routed: tuple[int, int, int] | None = None
 
 
 def llama(
@@ -94,35 +102,67 @@ def llama(
   keys and its values, so that a share of the groups is a share of the block. With
   `cached` tokens already seen it decodes: their keys and values are inputs.
   """
-  head = width // heads
-  qkv = (heads + 2 * kv_heads) * head
-  shapes = dict(
-      x=(sequences, tokens, width), attention_norm=(width,), qkv=(width, qkv),
-      out=(heads * head, width), mlp_norm=(width,), gate=(width, hidden),
-      up=(width, hidden), down=(hidden, width),
-  )
-  if cached:
-    shapes |= dict.fromkeys(
-        ("keys", "values"), (sequences, cached, kv_heads, head)
-    )
+  shapes = _attention_shapes(sequences, tokens, width, heads, kv_heads, cached)
+  shapes |= dict(gate=(width, hidden), up=(width, hidden), down=(hidden, width))
 
   def run(v: Params, layers: Layers) -> jax.Array:
-    x = v["x"]
-    mixed = layers.linear(_rms_norm(x, v["attention_norm"]), v["qkv"])
-    mixed = mixed.reshape(sequences, tokens, kv_heads, heads // kv_heads + 2, head)
-    q = mixed[:, :, :, :-2].reshape(sequences, tokens, heads, head)
-    k, values = mixed[:, :, :, -2], mixed[:, :, :, -1]
-    q, k = _rotated(q, cached), _rotated(k, cached)
-    if cached:
-      seen = _decoded(q, k, values, v["keys"], v["values"])
-    else:
-      seen = _attention(q, k, values, is_causal=True)
-    seen = seen.reshape(sequences, tokens, heads * head)
-    x = layers.linear(seen, v["out"], residual=x)
+    x = _attended(v, layers, heads, kv_heads, cached)
     normal = _rms_norm(x, v["mlp_norm"])
     return layers.gated_mlp(normal, v["gate"], v["up"], v["down"], residual=x)
 
   return Block(shapes, run, trains=not cached)
+
+
+def mixtral(
+    sequences: int, tokens: int, width: int = 4096, hidden: int = 14336, heads: int = 32,
+    kv_heads: int = 8, num_experts: int = 8, cached: int = 0,
+) -> Block:
+  """A block of Mixtral 8x7B's sizes: as Llama's, with two of eight experts a token."""
+  shapes = _attention_shapes(sequences, tokens, width, heads, kv_heads, cached)
+  shapes |= experts.shapes(width, hidden, num_experts)
+
+  def run(v: Params, layers: Layers) -> jax.Array:
+    x = _attended(v, layers, heads, kv_heads, cached)
+    rows = _rms_norm(x, v["mlp_norm"]).reshape(-1, width)
+    out = experts.layer(rows, v, layers.ragged_dot, chosen=v["chosen"])
+    return x + out.reshape(x.shape)
+
+  routed = sequences * tokens, num_experts, 2
+  return Block(shapes, run, trains=not cached, routed=routed)
+
+
+def _attention_shapes(
+    sequences: int, tokens: int, width: int, heads: int, kv_heads: int, cached: int
+) -> dict[str, tuple[int, ...]]:
+  """Shapes of what `_attended` takes, and of the norm behind it."""
+  head = width // heads
+  qkv = (heads + 2 * kv_heads) * head
+  shapes = dict(
+      x=(sequences, tokens, width), attention_norm=(width,), qkv=(width, qkv),
+      out=(heads * head, width), mlp_norm=(width,),
+  )
+  seen = sequences, cached, kv_heads, head
+  return shapes | (dict(keys=seen, values=seen) if cached else {})
+
+
+def _attended(
+    v: Params, layers: Layers, heads: int, kv_heads: int, cached: int
+) -> jax.Array:
+  """x and what it attends to."""
+  x = v["x"]
+  sequences, tokens, width = x.shape
+  head = width // heads
+  mixed = layers.linear(_rms_norm(x, v["attention_norm"]), v["qkv"])
+  mixed = mixed.reshape(sequences, tokens, kv_heads, heads // kv_heads + 2, head)
+  q = mixed[:, :, :, :-2].reshape(sequences, tokens, heads, head)
+  k, values = mixed[:, :, :, -2], mixed[:, :, :, -1]
+  q, k = _rotated(q, cached), _rotated(k, cached)
+  if cached:
+    seen = _decoded(q, k, values, v["keys"], v["values"])
+  else:
+    seen = _attention(q, k, values, is_causal=True)
+  seen = seen.reshape(sequences, tokens, heads * head)
+  return layers.linear(seen, v["out"], residual=x)
 
 
 def block_shapes(width: int) -> dict[str, tuple[int, ...]]:
@@ -169,13 +209,21 @@ def draw(block: Block, seed: int, dtype="bfloat16") -> Params:
   Matrices are divided by the root of their rows, so that activations stay near 1.
   """
   shapes = block.shapes | {"ct": block.shapes["x"]}
-  keys = jax.random.split(jax.random.key(seed), len(shapes))
-  return {
-      name: (
-          jax.random.normal(key, shape) / (shape[0] ** 0.5 if len(shape) == 2 else 1.0)
-      ).astype(dtype)
+  *keys, last = jax.random.split(jax.random.key(seed), len(shapes) + 1)
+  values = {
+      name: (jax.random.normal(key, shape) / _scale(name, shape)).astype(dtype)
       for key, (name, shape) in zip(keys, shapes.items(), strict=True)
   }
+  if block.routed:
+    tokens, num_experts, count = block.routed
+    scores = jax.random.uniform(last, (tokens, num_experts))
+    values["chosen"] = experts.choose(scores, count)
+  return values
+
+
+def _scale(name: str, shape: tuple[int, ...]) -> float:
+  is_matrix = len(shape) > 1 and name not in ("x", "ct", "keys", "values")
+  return shape[-2] ** 0.5 if is_matrix else 1.0
 
 
 def _attention(q, k, values, **options: Any):

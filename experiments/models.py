@@ -3,6 +3,8 @@ r"""Blocks of models, with XLA's layers and with jaxgemm's: errors, times and me
   llama      a block of Llama-3-8B's sizes, 8192 tokens, forward and backward
   llama_tN   the same decoding N sequences, each with 1024 tokens already seen
   vit        a block of ViT-L's, 32 images, forward and backward
+  mixtral    a block of Mixtral 8x7B's, 4096 tokens, each with two of eight experts
+  mixtral_t8 the same decoding 8 sequences
 
 Parameters and activations are bfloat16, attention is cuDNN's on a GPU. Each result and
 gradient is compared with the same block in float64. models.jsonl has a line for each.
@@ -28,6 +30,8 @@ BLOCKS = {
     **{f"llama_t{n}": functools.partial(blocks.llama, n, 1, cached=1024)
        for n in (1, 8, 64)},
     "vit": lambda: blocks.vit(32),
+    "mixtral": lambda: blocks.mixtral(2, 2048),
+    "mixtral_t8": lambda: blocks.mixtral(8, 1, cached=1024),
 }
 # On a CPU, where the kernels are emulated.
 SMALL = {
@@ -35,6 +39,8 @@ SMALL = {
     **{f"llama_t{n}": functools.partial(blocks.llama, n, 1, 64, 96, 4, 2, cached=8)
        for n in (1, 8, 64)},
     "vit": lambda: blocks.vit(2, 16, 64, 4),
+    "mixtral": lambda: blocks.mixtral(2, 16, 64, 96, 4, 2, 4),
+    "mixtral_t8": lambda: blocks.mixtral(8, 1, 64, 96, 4, 2, 4, cached=8),
 }
 _BLOCKS = flags.DEFINE_list("blocks", list(BLOCKS), "Blocks; see experiments/models.py.")
 flags.register_validator(

@@ -25,6 +25,12 @@ def test_examples(name, library, fused, by_xla, capsys):
   assert "the same results and gradients" in capsys.readouterr().out
 
 
+def test_experts():
+  """Three products of experts, and six of their gradients."""
+  found = importlib.import_module("experiments.adoption.experts_layer").main()
+  assert found["jaxgemm_ragged"] == 9 and not found["ragged_dot_general"]
+
+
 def test_a_difference_does_not_pass(rng):
   x = rng.standard_normal((2, 3, 4)).astype("float32")
   with pytest.raises(AssertionError):

@@ -112,7 +112,7 @@ def test_blocks_of_models(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "vit"])
+@pytest.mark.parametrize("name", ["llama", "vit", "mixtral", "mixtral_t8"])
 def test_both_ways_of_a_block_agree(name):
   block = models.SMALL[name]()
   values = blocks.draw(block, 0, "float32")

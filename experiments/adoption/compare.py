@@ -11,7 +11,10 @@ from jax.extend import core
 import jax.numpy as jnp
 import numpy as np
 
-_PRODUCTS = ("dot_general", "jaxgemm", "jaxgemm_linear", "jaxgemm_linear_tangent")
+_PRODUCTS = (
+    "dot_general", "ragged_dot_general", "jaxgemm", "jaxgemm_linear",
+    "jaxgemm_linear_tangent", "jaxgemm_ragged",
+)
 Model = Callable[[Any, jax.Array], jax.Array]
 
 
