@@ -1,8 +1,10 @@
 r"""Products in groups of rows, as experts multiply tokens: jax.lax.ragged_dot and ours.
 
-The sizes of the groups are drawn, as a router gives them that is even on average, and
-differ from one set of operands to the next. Errors come first (experiments/two_ways.py),
-then times in turns; ragged.jsonl has a line for each problem and pass.
+The sizes of the groups are drawn, as a router gives them that is even on average: of a
+problem the same for each set of operands, as some have more groups without rows, whose
+matrices nobody reads. Errors come first (experiments/two_ways.py), then times in turns;
+ragged.jsonl has a line for each problem and pass. Matrices in 8 bits are converted where
+they are used: w.astype(x.dtype).
 
   python -m experiments.ragged
   python -m experiments.ragged --passes=forward
@@ -13,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 import dataclasses
 import functools
+import zlib
 
 from absl import app, flags
 import jax
@@ -39,6 +42,7 @@ class Experts:
     rows: tokens, each as often as it has experts.
     groups: experts.
     k, n: of their matrices.
+    dtype: of these, by name.
     passes: which of two_ways.DIRECTIONS are of use.
   """
 
@@ -48,9 +52,11 @@ class Experts:
   k: int
   n: int
   passes: tuple[str, ...] = two_ways.DIRECTIONS
+  dtype: str = "bfloat16"
 
   def __str__(self) -> str:
-    return f"{self.name} {self.rows}x{self.n}x{self.k} in {self.groups} groups"
+    of = "" if self.dtype == "bfloat16" else f" of {self.dtype}"
+    return f"{self.name} {self.rows}x{self.n}x{self.k} in {self.groups} groups{of}"
 
 
 PROBLEMS = (
@@ -66,13 +72,27 @@ PROBLEMS = (
     Experts("Qwen3-30B-A3B", 8192, 128, 2048, 768),
     Experts("Qwen3-30B-A3B", 256, 128, 2048, 768, ("forward",)),
     Experts("gpt-oss-20b", 4096, 32, 2880, 5760),
+    *(
+        Experts(name, rows, groups, k, n, ("forward",), dtype)
+        for dtype in ("int8", "float8_e4m3fn")
+        for name, rows, groups, k, n in (
+            ("Mixtral 8x7B", 1024, 8, 4096, 14336),
+            ("Mixtral 8x7B", 128, 8, 4096, 14336),
+            ("Mixtral 8x7B", 16, 8, 4096, 14336),
+            ("Mixtral 8x7B", 16, 8, 14336, 4096),
+            ("Qwen3-30B-A3B", 256, 128, 2048, 768),
+        )
+    ),
 )
-SMALL = Experts("small", 96, 5, 64, 128)
+SMALL = (
+    Experts("small", 96, 5, 64, 128),
+    Experts("small", 24, 5, 64, 128, ("forward",), "int8"),
+)
 
 
 def draw(experts: Experts, seed: int) -> Values:
   """Returns fresh operands "x", "w" and "sizes", and the cotangent as "ct"."""
-  rng = np.random.default_rng(seed)
+  rng = np.random.default_rng(zlib.crc32(str(experts).encode()))
   shares = rng.dirichlet(np.full(experts.groups, _EVENNESS))
   sizes = rng.multinomial(experts.rows, shares)
   shapes = {
@@ -84,6 +104,9 @@ def draw(experts: Experts, seed: int) -> Values:
       name: jax.random.normal(key, shape, jnp.bfloat16)
       for key, (name, shape) in zip(keys, shapes.items(), strict=True)
   }
+  if experts.dtype == "int8":
+    values["w"] = jax.random.randint(keys[1], shapes["w"], -128, 128, jnp.int8)
+  values["w"] = values["w"].astype(experts.dtype)
   return values | {"sizes": jnp.asarray(sizes, jnp.int32)}
 
 
@@ -91,7 +114,8 @@ def make_case(experts: Experts, direction: str) -> Case:
   """Returns the case of one product."""
 
   def run(ragged_dot, values: Values):
-    return ragged_dot(values["x"], values["w"], values["sizes"])
+    x, w = values["x"], values["w"]
+    return ragged_dot(x, w.astype(x.dtype), values["sizes"])
 
   return Case(
       str(experts), direction, functools.partial(draw, experts),
@@ -104,7 +128,7 @@ def main(argv: Sequence[str]) -> None:
   platform = cli.start(argv)
   cases = [
       make_case(experts, direction)
-      for experts in (PROBLEMS if platform.on_gpu else (SMALL,))
+      for experts in (PROBLEMS if platform.on_gpu else SMALL)
       for direction in two_ways.PASSES.value if direction in experts.passes
   ]
   rows = two_ways.run(cases, platform, "ragged")

@@ -92,7 +92,7 @@ def _grouped(config: PersistentConfig, **fields) -> Case:
   kernel = GROUPED_KERNELS[f"grouped_{problem.grouped}"]
   types = (
       jax.ShapeDtypeStruct(problem.lhs_shape, problem.dtype),
-      jax.ShapeDtypeStruct(problem.rhs_shape, problem.dtype),
+      jax.ShapeDtypeStruct(problem.rhs_shape, problem.stored_dtypes[1]),
       jax.ShapeDtypeStruct((problem.batch,), "int32"),
   )
   return Case(
@@ -283,6 +283,8 @@ CASES: dict[str, Case] = {
     "grouped_m": _grouped(_config(), grouped="m"),
     "grouped_m swap": _grouped(
         _config(tile_m=64, tile_n=32, consumers=1, swap=True), grouped="m"),
+    "grouped_m converted": _grouped(
+        _config(tile_n=32, swap=True), grouped="m", n=336, rhs_source="int8"),
     "grouped_m cluster": _grouped(_config(tile_m=256, cluster_n=2), grouped="m"),
     "grouped_k": _grouped(
         _config(tile_n=128), grouped="k", lhs_layout="m-major", rhs_batched=False),

@@ -45,6 +45,12 @@ def with_source(product: Product, lhs, rhs) -> tuple[Product, Any]:
   return product.replace(attached=("lhs", "rhs")[at]), found[at].source()
 
 
+def array_of(x) -> Any:
+  """The array in 8 bits that x, of 16 bits, is a conversion of; None: there is none."""
+  conversion = compat.conversion_of(x)
+  return conversion.source() if _is_narrow(conversion, x) else None
+
+
 def stays_apart(
     product: Product, lhs, factors: Sequence[Any], summed: Sequence[int]
 ) -> bool:

@@ -127,7 +127,7 @@ def converting(
   sizes = {"lhs": math.prod(problem.lhs_shape), "rhs": math.prod(problem.rhs_shape)}
   name = max(sizes, key=sizes.__getitem__)
   source = sources[list(sizes).index(name)]
-  found = heuristics.candidates(problem.canonical, device)
+  found = candidates(problem.canonical, device)
   if not source or not found:
     return None
   moved = sizes[name] * (jnp.dtype(source).itemsize + problem.itemsize)
@@ -135,9 +135,11 @@ def converting(
   narrow = dataclasses.replace(problem, **{f"{name}_source": source}).canonical
   if attached == name:
     plan = make_plan(narrow, device)
-    found = heuristics.candidates(narrow, device)
+    found = candidates(narrow, device)
     if plan.kernel != "xla":
       return plan if found[0].time_us < 0.95 * apart_us else None
+  if problem.grouped:  # XLA multiplies by all groups' matrices.
+    return None
   if xla_times.converting(narrow, device) > 0.95 * apart_us:
     return None
   return Plan("xla", None, "heuristic", f"it converts {name} within its kernel", problem)

@@ -35,7 +35,9 @@ def ragged_dot(
   Args:
     lhs: [m, k], sorted by group; bfloat16 or float16. Others are left to XLA, as
       jaxgemm.explain says of a function.
-    rhs: [groups, k, n], of the same dtype, or else both are promoted.
+    rhs: [groups, k, n], of the same dtype, or else both are promoted. One that has just
+      been converted from 8 bits, as by `w.astype(x.dtype)`, the kernel may read as it
+      was, and convert where it is used; the plan says so.
     group_sizes: [groups], integers: the rows of each.
     transposed: whether rhs is [groups, n, k]. One that the caller transposes, as in
       `w.swapaxes(1, 2)`, is read as it lies, too.
@@ -80,7 +82,8 @@ def ragged_dot(
   )
   if implementation == _KERNEL or facts.batch_invariant:
     if are_known((*lhs.shape, *rhs.shape)):
-      plan_of(lhs, rhs, group_sizes, facts)  # Raises here, where the user's call is.
+      # Raises here, where the user's call is.
+      plan_of(lhs, rhs, group_sizes, facts=facts)
   return bind(lhs, rhs, group_sizes, facts)
 
 

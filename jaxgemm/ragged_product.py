@@ -5,7 +5,10 @@
 
 The rows are sorted by group, and the sizes of the groups are data. Each is linear in both
 operands, and the derivatives of one are products of either form: so all are of this
-primitive. Planned where it is lowered, for one device or for its shards, as gemm_p is.
+primitive. A fourth operand of the first form is the array in 8 bits that rhs is a
+conversion of, for a kernel that converts it itself (see `converted`): no result depends
+on it, and no derivative has it. Planned where it is lowered, for one device or for its
+shards, as gemm_p is.
 
 Source: jax.lax.ragged_dot_general, whose modes 1 and 2 they are.
 """
@@ -28,6 +31,7 @@ from jaxgemm import plan as plans
 from jaxgemm import precision as precisions
 from jaxgemm.checkpoint_policies import name_product
 from jaxgemm.contexts import Target, device_of, emulates
+from jaxgemm.converted import array_of
 from jaxgemm.dims import Dims, are_known
 from jaxgemm.launch import run
 from jaxgemm.layouts import ShardedArray, choose_layout
@@ -48,7 +52,7 @@ from pallas_kernels.problem import ALGORITHM_OF_DTYPE, Config, Problem
 
 @dataclasses.dataclass(frozen=True)
 class Ragged:
-  """The parameters of ragged_p, whose operands are lhs, rhs and the groups' sizes.
+  """The parameters of ragged_p, whose operands are lhs, rhs, the groups' sizes.
 
   Attributes:
     sums: which of the two forms.
@@ -90,14 +94,20 @@ def bind(lhs, rhs, group_sizes, facts: Ragged) -> jax.Array:
 
   The operands need not yet vary over the same mesh axes.
   """
+  attached = []
   if not facts.sums:
-    (stored,), axes = as_stored([rhs], tuple(facts.groups[1]))
-    if axes[0] == "g":
-      rhs, facts = stored, facts.replace(transposed=axes[1] == "n")
-  return ragged_p.bind(*compat.vary_alike(lhs, rhs, group_sizes), facts=facts)
+    if facts.implementation is None and not facts.batch_invariant:
+      attached = [x for x in [array_of(rhs)] if x is not None]
+    axes = tuple(facts.groups[1])
+    (stored,), found = as_stored([rhs], axes)
+    if found[0] == "g":
+      rhs, facts = stored, facts.replace(transposed=found[1] == "n")
+      attached = [lax.transpose(x, tuple(map(axes.index, found))) for x in attached]
+  operands = compat.vary_alike(lhs, rhs, group_sizes, *attached)
+  return ragged_p.bind(*operands, facts=facts)
 
 
-def plan_of(lhs, rhs, group_sizes, facts: Ragged) -> plans.Plan:
+def plan_of(lhs, rhs, group_sizes, *attached, facts: Ragged) -> plans.Plan:
   """The plan of operands (arrays, or types alone) that lie whole on one device.
 
   Raises:
@@ -124,6 +134,11 @@ def plan_of(lhs, rhs, group_sizes, facts: Ragged) -> plans.Plan:
       what = f"implementation {facts.implementation!r}" if named else "batch_invariant"
       raise ValueError(f"{what}: no kernel serves {problem}: {reason}")
     return plans.Plan("xla", None, "fallback", reason, problem)
+  if attached:
+    sources = "", attached[0].dtype.name
+    found = plans.converting(problem, sources, device_of(facts.target), attached="rhs")
+    if found is not None:
+      return found
   make_plan = functools.partial(
       plans.make_plan, problem, device_of(facts.target),
       batch_invariant=facts.batch_invariant and not facts.sums,
@@ -143,7 +158,9 @@ def _on_one_device(*operands, facts: Ragged) -> jax.Array:
   if plan.kernel == "xla":
     return _by_xla(*operands, facts=facts)
   launch = functools.partial(run, plan, device=device_of(facts.target))
-  lhs, rhs, group_sizes = operands
+  lhs, rhs, group_sizes, *attached = operands
+  if plan.problem.converts:
+    (rhs,) = attached
   arrays = lhs[None], rhs[None] if facts.sums else rhs, group_sizes
   if emulates(facts.target):
     out = jax.ShapeDtypeStruct(plan.problem.out_shape, jnp.dtype(facts.out_dtype))
@@ -153,7 +170,7 @@ def _on_one_device(*operands, facts: Ragged) -> jax.Array:
   return found if facts.sums else found[0]
 
 
-def _by_xla(lhs, rhs, group_sizes, *, facts: Ragged) -> jax.Array:
+def _by_xla(lhs, rhs, group_sizes, *_, facts: Ragged) -> jax.Array:
   numbers = {
       (False, False): (((1,), (1,)), (0,), (0,)),
       (False, True): (((1,), (2,)), (0,), (0,)),
@@ -172,16 +189,17 @@ def _by_xla(lhs, rhs, group_sizes, *, facts: Ragged) -> jax.Array:
 
 
 @functools.lru_cache(maxsize=256)
-def _partitioned(facts: Ragged):
+def _partitioned(facts: Ragged, num_operands: int):
   """A function of the operands that XLA's partitioner knows how to shard."""
   groups = facts.groups
   function = custom_partitioning(
-      with_arity(functools.partial(_by_xla, facts=facts), 3)
+      with_arity(functools.partial(_by_xla, facts=facts), num_operands)
   )
   lhs, rhs, out = (" ".join(each) for each in groups)
+  attached = f", {rhs}" * (num_operands - 3)
   function.def_partition(
       functools.partial(_partition, facts),
-      sharding_rule=f"{lhs}, {rhs}, g -> {out}",
+      sharding_rule=f"{lhs}, {rhs}, g{attached} -> {out}",
       reduction_factors=() if facts.sums else ("k",),
       need_replication_factors=("r", "g"),
   )
@@ -213,11 +231,12 @@ def _partition(facts: Ragged, mesh, operands, result):
   def compute(*operands):
     return added(_on_one_device(*operands, facts=local), out, reduction)
 
+  of_rhs = sharding(mesh, rhs, layout.parts)
   return (
       mesh, of_one_device(compute), sharding(mesh, out, layout.result_parts(0)),
       (
-          sharding(mesh, lhs, layout.parts), sharding(mesh, rhs, layout.parts),
-          NamedSharding(mesh, PartitionSpec()),
+          sharding(mesh, lhs, layout.parts), of_rhs, NamedSharding(mesh, PartitionSpec()),
+          *[of_rhs] * (len(operands) - 3),
       ),
   )
 
@@ -226,8 +245,10 @@ def _partition(facts: Ragged, mesh, operands, result):
 
 
 # Without it: "Abstract evaluation for 'jaxgemm_ragged' not implemented".
-def _abstract_eval(lhs, rhs, group_sizes, *, facts: Ragged):
+def _abstract_eval(lhs, rhs, group_sizes, *attached, facts: Ragged):
   """The type of the product of one group, of all rows; of sums one for each group."""
+  if any(x.shape != rhs.shape for x in attached):
+    raise TypeError(f"rhs, {rhs}, is not {attached[0]} converted")
   wanted = facts.out_sharding
   if facts.sums and wanted is not None:
     wanted = NamedSharding(wanted.mesh, PartitionSpec(*wanted.spec[1:]))
@@ -273,7 +294,7 @@ def _lower_kernel(ctx, *operands, facts: Ragged):
     elif can_partition(ctx) and facts.implementation != "xla":
       check_not_exported(ctx, num_devices)
       record_partitioned()
-      function = _partitioned(facts)
+      function = _partitioned(facts, len(operands))
   return _lower_function(ctx, function, operands)
 
 
@@ -292,7 +313,7 @@ def _lower_function(ctx, function, operands):
 
 # Without it: "Differentiation rule for 'jaxgemm_ragged' not implemented".
 def _jvp(primals, tangents, *, facts: Ragged):
-  lhs, rhs, group_sizes = primals
+  lhs, rhs, group_sizes, *_ = primals
   terms = []
   for index, tangent in enumerate(tangents[:2]):
     if type(tangent) is not ad.Zero:
@@ -307,11 +328,11 @@ def _jvp(primals, tangents, *, facts: Ragged):
 
 # Without it: "Transpose rule (for reverse-mode differentiation) for 'jaxgemm_ragged' not
 # implemented".
-def _transpose(ct, lhs, rhs, group_sizes, *, facts: Ragged):
+def _transpose(ct, lhs, rhs, group_sizes, *attached, facts: Ragged):
   """The cotangent of the operand that is undefined: a product of the other and `ct`."""
   index = 0 if ad.is_undefined_primal(lhs) else 1
   aval = (lhs, rhs)[index].aval
-  grads = [None, None, None]
+  grads = [None, None, None, *(_no_gradient(x) for x in attached)]
   if type(ct) is ad.Zero:
     grads[index] = ad.Zero(aval.to_ct_aval())
     return grads
@@ -324,6 +345,11 @@ def _transpose(ct, lhs, rhs, group_sizes, *, facts: Ragged):
     operands = (ct, lhs) if facts.transposed else (lhs, ct)
     grads[index] = _gradient(group_sizes, aval, facts, *operands, sums=True)
   return grads
+
+
+def _no_gradient(x) -> ad.Zero | None:
+  """Of an operand on which no result depends."""
+  return ad.Zero(x.aval.to_ct_aval()) if ad.is_undefined_primal(x) else None
 
 
 def _gradient(

@@ -192,7 +192,7 @@ def _computed(equation: JaxprEqn, chain: Chain, aval, read) -> jax.Array:
 
 
 def _ragged_computed(equation: JaxprEqn, chain: RaggedChain, read) -> jax.Array:
-  lhs, rhs, group_sizes = (jnp.asarray(read(x)) for x in equation.invars)
+  lhs, rhs, group_sizes = (jnp.asarray(read(x)) for x in equation.invars[:3])
   if chain.exchanged:
     lhs, rhs = rhs, lhs
   return ragged_product.bind(lhs, rhs, group_sizes, chain.facts)

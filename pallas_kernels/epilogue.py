@@ -298,7 +298,7 @@ class Epilogue:
     piece = piece.astype(jnp.dtype(self.problem.out_dtype))
     if self.out.way == "masked":
       register_stores.store(
-          piece, slots.at[wg], out_gmem, row, col, transposed=self.transposed,
+          piece, slots.at[wg], out_gmem, row, col, end, transposed=self.transposed,
           row_order=self.row_order,
       )
       return

@@ -10,9 +10,9 @@ The schedule, the roles and the barriers are those of `persistent`; the tiles ar
 `grouped_grid`. A tile has rows of one group alone: it begins where they begin, at any
 row, and what it computes of the next group's rows is not stored (`partial_stores`). With
 `swap` the product is multiplied transposed, so that a tile has any multiple of 8 rows:
-for groups of few rows.
+for groups of few rows. So multiplied rhs may be of 8 bits (see `conversions`).
 
-Constraints: 16-bit operands; n a multiple of 16 bytes.
+Constraints: operands of 16 bits, but for such an rhs; n a multiple of 16 bytes.
 Source: the "m-grouped contiguous" products of DeepGEMM, and MegaBlocks (2022), which
 align groups to tiles; here nothing is aligned, as TMA may begin at any row.
 """
@@ -42,8 +42,9 @@ def supports(problem: Problem, config: PersistentConfig) -> str | None:
     return f"m={problem.m}: groups have at most {MOST_ROWS} rows in all"
   epilogue = problem.epilogue
   along_rows = config.cluster_n if config.swap else config.cluster_m
-  if problem.itemsize != 2 or problem.converts:
-    return f"groups of rows are of 16-bit operands, not of {problem.dtype}"
+  if problem.itemsize != 2 or problem.lhs_source:
+    stored = problem.stored_dtypes[0]
+    return f"groups of rows: lhs is of 16 bits, not of {stored}"
   if problem.lhs_layout != "k-major":
     return "lhs_layout='m-major': rows of a group begin anywhere in k-major lhs alone"
   if epilogue.is_fused or epilogue.has_c or epilogue.scaling != "none":

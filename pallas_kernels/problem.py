@@ -277,7 +277,7 @@ class Problem:
     by TMA if k allows, where in the other layout its elements lie a stride apart.
     """
     epilogue = self.epilogue
-    if epilogue.gated or epilogue.scaling != "none":
+    if epilogue.gated or epilogue.scaling != "none" or self.grouped:
       return self
     if self.n == 1 < self.m and not epilogue.is_fused:  # A bias is along n.
       return self.transposed.canonical

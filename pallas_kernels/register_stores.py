@@ -38,11 +38,12 @@ Ref = Any
 
 
 def store(
-    piece, slot: Ref, out_gmem: Ref, row, col, *, transposed: bool = False,
+    piece, slot: Ref, out_gmem: Ref, row, col, end=None, *, transposed: bool = False,
     row_order: fragments.RowOrder = "as they are",
 ) -> None:
   """Stores a piece [rows, cols] at (row, col) of an array [num_rows, num_cols].
 
+  Of its rows those before `end`, if it is given: those behind are others'.
   With `transposed` the transposed piece. `row_order` says for which of its 64 rows each
   stands: see `fragments.row_of`.
   `slot` is a piece of shared memory of its shape, or with a longer row pitch that is
@@ -54,11 +55,12 @@ def store(
   @plgpu.inline_mgpu(
       arg_types=(
           plgpu.Layout.WGMMA, plgpu.RefType(), plgpu.RefType(), _SCALAR, _SCALAR,
+          _SCALAR,
       )
   )
-  def write(_, piece, slot, out, row, col):
-    row, col = row.registers.item(), col.registers.item()
-    num_rows, num_cols = ir.MemRefType(out.type).shape
+  def write(_, piece, slot, out, row, col, end):
+    row, col, end = (x.registers.item() for x in (row, col, end))
+    _, num_cols = ir.MemRefType(out.type).shape
     _, pitch = ir.MemRefType(slot.type).shape
     width = _width(rows, cols, num_cols, itemsize)
     words = _Words(width * itemsize)
@@ -94,18 +96,20 @@ def store(
 
     address = address_of(out_row)
     in_cols = arith.cmpi(arith.CmpIPredicate.slt, out_col, i32(num_cols))
-    left = arith.select(in_cols, arith.subi(i32(num_rows), out_row), i32(0))
+    left = arith.select(in_cols, arith.subi(end, out_row), i32(0))
     for i, values in enumerate(found):
       if row_order != "as they are" and not transposed:
         stored = fragments.row_of(row_order, arith.addi(first_row, i32(i * step)))
         at = arith.addi(row, stored)
-        inside = arith.andi(in_cols, less(at, num_rows))
+        inside = arith.andi(in_cols, less(at, end))
         words.store(address_of(at), 0, values, inside)
         continue
       inside = arith.cmpi(arith.CmpIPredicate.sgt, left, i32(i * step))
       words.store(address, i * step * num_cols * itemsize, values, inside)
 
-  write(piece, slot, out_gmem, jnp.int32(row), jnp.int32(col))
+  if end is None:
+    end = out_gmem.shape[0]
+  write(piece, slot, out_gmem, jnp.int32(row), jnp.int32(col), jnp.int32(end))
 
 
 def _write_transposed(

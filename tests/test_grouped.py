@@ -14,6 +14,7 @@ import pytest
 from jaxgemm import grouped_heuristics, reference
 from jaxgemm.device import current_device, known_device
 from pallas_kernels import GROUPED_KERNELS, compat, grouped_grid
+from pallas_kernels.conversions import SOURCES
 from pallas_kernels.problem import Epilogue, PersistentConfig, Problem
 from tests import kernel_cases
 from tests.kernel_cases import as_multiplied, make_problem, more, random_operands
@@ -56,7 +57,7 @@ def truth(problem: Problem, operands, sizes) -> np.ndarray:
 
 
 def by_xla(problem: Problem, operands, sizes) -> jax.Array:
-  lhs, rhs = operands[0][0], operands[1]
+  lhs, rhs = operands[0][0], operands[1].astype(problem.dtype)
   if problem.grouped == "m":
     contracted = (1,), (1 if problem.rhs_layout == "n-major" else 2,)
     ragged, group = (0,), (0,)
@@ -181,6 +182,15 @@ def test_rows_of_small_and_odd_sizes(m, n, k):
   """Smaller than a tile."""
   fields = SWAP if k > m else {}
   check(of_m(m, n, k, 2, "NT" if k > m else "NN"), config_of(**fields), (m // 2, 1))
+
+
+@pytest.mark.parametrize(
+    "layouts, source",
+    [("NN", "int8"), more("NT", "float8_e4m3fn"), more("NN", "float8_e5m2")],
+)
+def test_rows_times_rhs_in_8_bits(layouts, source):
+  problem = of_m(61, 144, 80, 4, layouts, rhs_source=source)
+  check(problem, config_of(**SWAP), (20, 0, 33, 1))
 
 
 @pytest.mark.parametrize(
@@ -431,8 +441,10 @@ OF_M, OF_K = of_m(512, 512, 512, 4), of_k(512, 512, 512, 4)
     [
         (OF_K, {}, "grouped_m is for groups of m"),
         (dataclasses.replace(OF_M, grouped=""), {}, "grouped_m is for groups of m"),
-        (of_m(512, 512, 512, 4, dtype="float32"), dict(tile_k=32), "16-bit .* float32"),
-        (of_m(512, 512, 512, 4, rhs_source="int8"), {}, "groups of rows are of 16-bit"),
+        (of_m(512, 512, 512, 4, dtype="float32"), dict(tile_k=32), "16 bits, .* float32"),
+        (of_m(512, 512, 512, 4, rhs_source="int8"), {}, "rhs of dtype int8: .* swap"),
+        (of_m(512, 512, 512, 4, lhs_source="int8"), dict(swap=True), "not of int8"),
+        (of_m(512, 520, 512, 4, rhs_source="int8"), dict(swap=True), "520 bytes"),
         (of_m(512, 512, 512, 4, "TN"), {}, "lhs_layout='m-major'"),
         (of_m(512, 512, 512, 4, epilogue=Epilogue(c_dtype="bfloat16")), {}, "exclude c"),
         (of_m(512, 512, 512, 4, epilogue=Epilogue(has_bias=True)), {}, "exclude c, bias"),
@@ -499,6 +511,8 @@ PLANNED = [
     of_m(8192, 7168, 2048, 8, "NT", out_dtype="float32"),
     of_m(128, 2048, 7168, 256),
     of_m(4096, 136, 1000, 3),
+    of_m(128, 2048, 7168, 64, rhs_source="int8"),
+    of_m(1024, 1536, 4096, 8, "NT", "float16", rhs_source="float8_e4m3fn"),
     of_k(4096, 2048, 16384, 64),
     of_k(2048, 7168, 8192, 8, out_dtype="float32"),
     of_k(130, 520, 100, 8, "float16"),
@@ -587,6 +601,15 @@ GPU_ROWS = (
     dict(swap=True, tile_m=128, tile_n=256, grid_width=1),
     dict(swap=True, tile_m=64, tile_n=64, consumers=1, cluster_m=4, num_stages=8),
 )
+# Of rhs in 8 bits.
+GPU_NARROW = (
+    dict(tile_m=128, tile_n=16, num_stages=9),
+    dict(tile_m=64, tile_n=72, consumers=1, num_stages=8),
+    dict(tile_m=256, tile_n=32, num_stages=5),
+    dict(tile_m=256, tile_n=88, num_stages=5),
+    dict(tile_m=128, tile_n=256, num_stages=3, grid_width=1),
+    dict(tile_m=128, tile_n=64, cluster_m=2),
+)
 GPU_SUMS = (
     dict(tile_m=128, tile_n=256),
     dict(tile_m=256, tile_n=128, cluster_m=2),
@@ -641,6 +664,39 @@ def test_gpu_rows(fields, layouts):
       check_on_chip(of_m(m, n, k, groups, layouts, dtype), [PersistentConfig(**fields)])
 
 
+def of_narrow(fields) -> PersistentConfig:
+  return config_of(**dict(swap=True, consumers=2) | fields)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", kernel_cases.mostly_more(GPU_NARROW), ids=str)
+def test_rhs_in_8_bits_lowers(fields):
+  for layouts, source in (("NN", "int8"), ("NT", "float8_e5m2")):
+    problem = of_m(1000, 528, 1008, 9, layouts, rhs_source=source)
+    assert GROUPED_KERNELS["grouped_m"].supports(problem, of_narrow(fields)) is None
+    assert "jaxgemm_grouped_m" in lowered(problem, of_narrow(fields))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("layouts", ["NN", "NT"])
+@pytest.mark.parametrize("fields", GPU_NARROW, ids=str)
+def test_gpu_rhs_in_8_bits(fields, layouts, source):
+  config = of_narrow(fields)
+  for m, n, k, groups in ((1000, 528, 1008, 9), (77, 80, 144, 5)):
+    for dtype in ("bfloat16", "float16"):
+      problem = of_m(m, n, k, groups, layouts, dtype, rhs_source=source)
+      check_on_chip(problem, [config])
+  problem = of_m(1000, 1104, 2064, 24, layouts, rhs_source=source)
+  sizes, operands = gpu_sizes(1000, 24)[0], random_operands(problem)
+  first, *others = (
+      np.asarray(launch(problem, config, operands, sizes)).view(np.uint16)
+      for _ in range(10)
+  )
+  for other in others:
+    np.testing.assert_array_equal(other, first)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("fields", GPU_SUMS, ids=str)
 def test_gpu_sums(fields):
@@ -663,7 +719,7 @@ def test_gpu_float32_results(make, promote):
 def test_gpu_candidates(problem):
   """Of problems too large to be multiplied in float64; at a part of them."""
   part = dataclasses.replace(
-      problem, m=min(problem.m, 1000), n=min(problem.n, 520), k=min(problem.k, 1000),
+      problem, m=min(problem.m, 1000), n=min(problem.n, 528), k=min(problem.k, 1008),
       batch=min(problem.batch, 9),
   )
   kernel = GROUPED_KERNELS[f"grouped_{problem.grouped}"]
