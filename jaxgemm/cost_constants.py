@@ -67,6 +67,7 @@ class Model:
   convert: float = 0.05  # Of 64 rows of a k tile of lhs in 8 bits: to 16, in registers.
   convert_alone: float = 0.75  # More such rows, where one consumer waits for itself.
   convert_rows: float = 1.25  # Times as long, of k-major ones,
+  convert_strips: float = 1.4  # again, where each of two consumers has 128 such rows,
   convert_floats: float = 1.15  # and of floating-point numbers.
   exchange_rate: float = 11e3  # Through distributed shared memory.
   k_cluster: float = 1.09  # Of k tiles, where a cluster shares out k.

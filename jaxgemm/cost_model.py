@@ -27,7 +27,16 @@ from jaxgemm.cost_constants import MODEL, Model
 from jaxgemm.device import Device
 from jaxgemm.operand_passes import Pass, warpgroup_tile
 from jaxgemm.work import Work
-from pallas_kernels import KERNELS, blocked, direct, gemv, pipelined, tiles, ways
+from pallas_kernels import (
+  KERNELS,
+  blocked,
+  direct,
+  fragments,
+  gemv,
+  pipelined,
+  tiles,
+  ways,
+)
 from pallas_kernels.problem import Config, GemvConfig, Problem
 
 
@@ -151,6 +160,8 @@ def _busy(work: Work, device: Device, model: Model) -> float:
     registers = model.convert * (config.tile_m / 64 + waits)
     if problem.lhs_layout == "k-major":
       registers *= model.convert_rows
+      if config.consumers > 1 and warpgroup_tile(config)[0] > fragments.ROWS:
+        registers *= model.convert_strips
     if problem.lhs_source != "int8":
       registers *= model.convert_floats
     power = model.beside if config.consumers > 1 else 1.0  # One waits for itself.
