@@ -4,7 +4,8 @@ The sizes of the groups are drawn, as a router gives them that is even on averag
 problem the same for each set of operands, as some have more groups without rows, whose
 matrices nobody reads. Errors come first (experiments/two_ways.py), then times in turns;
 ragged.jsonl has a line for each problem and pass. Matrices in 8 bits are converted where
-they are used: w.astype(x.dtype).
+they are used: w.astype(x.dtype); scaled products, of operands in 8 bits, have operands
+times their scales, in bfloat16, under XLA.
 
   python -m experiments.ragged
   python -m experiments.ragged --passes=forward
@@ -43,6 +44,7 @@ class Experts:
     groups: experts.
     k, n: of their matrices.
     dtype: of these, by name.
+    scaled: whether tokens and matrices are of that dtype, with scales of blocks of 128.
     passes: which of two_ways.DIRECTIONS are of use.
   """
 
@@ -53,9 +55,11 @@ class Experts:
   n: int
   passes: tuple[str, ...] = two_ways.DIRECTIONS
   dtype: str = "bfloat16"
+  scaled: bool = False
 
   def __str__(self) -> str:
     of = "" if self.dtype == "bfloat16" else f" of {self.dtype}"
+    of += ", scaled" if self.scaled else ""
     return f"{self.name} {self.rows}x{self.n}x{self.k} in {self.groups} groups{of}"
 
 
@@ -83,10 +87,20 @@ PROBLEMS = (
             ("Qwen3-30B-A3B", 256, 128, 2048, 768),
         )
     ),
+    *(
+        Experts(name, rows, groups, k, n, ("forward",), "float8_e4m3fn", True)
+        for name, rows, groups, k, n in (
+            ("DeepSeek-V3, 64 of 256", 4096, 64, 7168, 2048),
+            ("DeepSeek-V3, 64 of 256", 4096, 64, 2048, 7168),
+            ("DeepSeek-V3, 64 of 256", 128, 64, 7168, 2048),
+            ("Mixtral 8x7B", 16384, 8, 4096, 14336),
+        )
+    ),
 )
 SMALL = (
     Experts("small", 96, 5, 64, 128),
     Experts("small", 24, 5, 64, 128, ("forward",), "int8"),
+    Experts("small", 24, 5, 256, 128, ("forward",), "float8_e4m3fn", True),
 )
 
 
@@ -104,6 +118,11 @@ def draw(experts: Experts, seed: int) -> Values:
       name: jax.random.normal(key, shape, jnp.bfloat16)
       for key, (name, shape) in zip(keys, shapes.items(), strict=True)
   }
+  if experts.scaled:
+    w = values["w"].swapaxes(1, 2)  # As the tensor cores read it.
+    values["x"], values["sx"] = jaxgemm.quantise(values["x"], block=(1, 128))
+    values["w"], values["sw"] = jaxgemm.quantise(w, block=(128, 128))
+    return values | {"sizes": jnp.asarray(sizes, jnp.int32)}
   if experts.dtype == "int8":
     values["w"] = jax.random.randint(keys[1], shapes["w"], -128, 128, jnp.int8)
   values["w"] = values["w"].astype(experts.dtype)
@@ -117,11 +136,26 @@ def make_case(experts: Experts, direction: str) -> Case:
     x, w = values["x"], values["w"]
     return ragged_dot(x, w.astype(x.dtype), values["sizes"])
 
-  return Case(
-      str(experts), direction, functools.partial(draw, experts),
-      functools.partial(run, jax.lax.ragged_dot),
-      functools.partial(run, jaxgemm.ragged_dot),
+  theirs = functools.partial(run, jax.lax.ragged_dot)
+  ours = functools.partial(run, jaxgemm.ragged_dot)
+  if experts.scaled:
+    theirs, ours = _dequantised, _scaled
+  return Case(str(experts), direction, functools.partial(draw, experts), theirs, ours)
+
+
+def _dequantised(values: Values) -> jax.Array:
+  """By XLA: values times their scales, rounded to bfloat16."""
+  dtype = values["x"].dtype if values["x"].dtype == "float64" else "bfloat16"
+  x, w = (
+      jaxgemm.dequantise(values[name], values[scale], dtype)
+      for name, scale in (("x", "sx"), ("w", "sw"))
   )
+  return jax.lax.ragged_dot(x, w.swapaxes(1, 2), values["sizes"])
+
+
+def _scaled(values: Values) -> jax.Array:
+  operands = (values[name] for name in ("x", "w", "sizes", "sx", "sw"))
+  return jaxgemm.scaled_ragged_dot(*operands, transposed=True)
 
 
 def main(argv: Sequence[str]) -> None:

@@ -90,9 +90,15 @@ def _grouped(config: PersistentConfig, **fields) -> Case:
   """A product in five groups of rows, of which some are in none."""
   problem = dataclasses.replace(PLAIN, batch=5, lhs_batched=False, **fields)
   kernel = GROUPED_KERNELS[f"grouped_{problem.grouped}"]
+  blocks = cdiv(problem.k, SCALE_BLOCK)
+  scales = [(1, blocks, problem.m), (problem.batch, blocks, cdiv(problem.n, SCALE_BLOCK))]
   types = (
       jax.ShapeDtypeStruct(problem.lhs_shape, problem.dtype),
       jax.ShapeDtypeStruct(problem.rhs_shape, problem.stored_dtypes[1]),
+      *(
+          jax.ShapeDtypeStruct(shape, "float32") for shape in scales
+          if problem.epilogue.scaling == "blocks"
+      ),
       jax.ShapeDtypeStruct((problem.batch,), "int32"),
   )
   return Case(
@@ -285,6 +291,10 @@ CASES: dict[str, Case] = {
         _config(tile_m=64, tile_n=32, consumers=1, swap=True), grouped="m"),
     "grouped_m converted": _grouped(
         _config(tile_n=32, swap=True), grouped="m", n=336, rhs_source="int8"),
+    "grouped_m scaled": _grouped(
+        _eight_bits(promote=1), grouped="m", rhs_layout="k-major", k=336,
+        dtype="float8_e4m3fn", algorithm="e4m3_f32",
+        epilogue=Epilogue(scaling="blocks")),
     "grouped_m cluster": _grouped(_config(tile_m=256, cluster_n=2), grouped="m"),
     "grouped_k": _grouped(
         _config(tile_n=128), grouped="k", lhs_layout="m-major", rhs_batched=False),

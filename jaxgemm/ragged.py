@@ -33,14 +33,16 @@ def ragged_dot(
   matrices as they are stored, of rhs sums over the rows of each group.
 
   Args:
-    lhs: [m, k], sorted by group; bfloat16 or float16. Others are left to XLA, as
+    lhs: [m, k], sorted by group; bfloat16 or float16, or float8 or int8, whose results
+      are of the preferred_element_type, int8's of int32. Others are left to XLA, as
       jaxgemm.explain says of a function.
     rhs: [groups, k, n], of the same dtype, or else both are promoted. One that has just
       been converted from 8 bits, as by `w.astype(x.dtype)`, the kernel may read as it
       was, and convert where it is used; the plan says so.
     group_sizes: [groups], integers: the rows of each.
     transposed: whether rhs is [groups, n, k]. One that the caller transposes, as in
-      `w.swapaxes(1, 2)`, is read as it lies, too.
+      `w.swapaxes(1, 2)`, is read as it lies, too. In 8 bits the tensor cores read
+      [groups, n, k]; a pass transposes the other.
     precision, preferred_element_type: as for jax.lax.ragged_dot. Sums are float32.
     out_sharding: sharding of the result on a mesh with explicit axes.
     implementation: None (the plan chooses), "grouped_m" or "xla". A kernel that is named
@@ -60,18 +62,11 @@ def ragged_dot(
       as_array("ragged_dot", name, x)
       for name, x in (("lhs", lhs), ("rhs", rhs), ("group_sizes", group_sizes))
   )
-  _check_shapes(lhs, rhs, group_sizes, transposed)
+  check_shapes("ragged_dot", lhs, rhs, group_sizes, transposed)
   if lhs.dtype != rhs.dtype:
     dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
     lhs, rhs = lhs.astype(dtype), rhs.astype(dtype)
-  if config is not None:
-    implementation = implementation or _KERNEL
-  implementation = named_kernel(implementation, config)
-  if implementation not in (None, _KERNEL, "xla"):
-    raise ValueError(
-        f"implementation {implementation!r} cannot serve: ragged_dot takes None,"
-        f" {_KERNEL!r} or 'xla'"
-    )
+  implementation = kernel_of_groups("ragged_dot", implementation, config)
   facts = Ragged(
       sums=False, transposed=transposed,
       out_dtype=out_dtype_of(lhs.dtype, preferred_element_type).name,
@@ -87,7 +82,22 @@ def ragged_dot(
   return bind(lhs, rhs, group_sizes, facts)
 
 
-def _check_shapes(lhs, rhs, group_sizes, transposed: bool) -> None:
+def kernel_of_groups(
+    function: str, implementation: str | None, config: Config | None
+) -> str | None:
+  """The implementation that is named, or has the config; raises ValueError if unfit."""
+  if config is not None:
+    implementation = implementation or _KERNEL
+  implementation = named_kernel(implementation, config)
+  if implementation not in (None, _KERNEL, "xla"):
+    raise ValueError(
+        f"implementation {implementation!r} cannot serve: {function} takes None,"
+        f" {_KERNEL!r} or 'xla'"
+    )
+  return implementation
+
+
+def check_shapes(function: str, lhs, rhs, group_sizes, transposed: bool) -> None:
   """Raises TypeError unless the shapes are those of groups of rows."""
   for name, x, ndim, wanted in (
       ("lhs", lhs, 2, "[m, k]"),
@@ -95,19 +105,19 @@ def _check_shapes(lhs, rhs, group_sizes, transposed: bool) -> None:
       ("group_sizes", group_sizes, 1, "[groups]"),
   ):
     if x.ndim != ndim:
-      raise TypeError(f"ragged_dot: {name} has shape {x.shape}; it must be {wanted}")
+      raise TypeError(f"{function}: {name} has shape {x.shape}; it must be {wanted}")
   if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
     raise TypeError(
-        f"ragged_dot: group_sizes is of dtype {group_sizes.dtype}; it must be of integers"
+        f"{function}: group_sizes is of dtype {group_sizes.dtype}; it must be of integers"
     )
   k_axis = 2 if transposed else 1
   if lhs.shape[1] != rhs.shape[k_axis]:
     raise TypeError(
-        f"ragged_dot: lhs has shape {lhs.shape} and rhs {rhs.shape}; k, the last"
+        f"{function}: lhs has shape {lhs.shape} and rhs {rhs.shape}; k, the last"
         f" dimension of lhs and dimension {k_axis} of rhs, must be the same"
     )
   if group_sizes.shape[0] != rhs.shape[0]:
     raise TypeError(
-        f"ragged_dot: group_sizes has shape {group_sizes.shape} and rhs {rhs.shape};"
+        f"{function}: group_sizes has shape {group_sizes.shape} and rhs {rhs.shape};"
         " rhs must have a matrix for each group"
     )

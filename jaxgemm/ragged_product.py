@@ -3,6 +3,9 @@
   rows   out[i] = lhs[i] @ rhs[group of i], zeros for rows that no group has
   sums   out[g] = lhs[rows of g]^T @ rhs[rows of g]
 
+scaled_ragged_p is the first of these, of 8-bit values, with the factors of scaled_p: of
+rows and of each group's columns, or of blocks of k. It has no derivatives.
+
 The rows are sorted by group, and the sizes of the groups are data. Each is linear in both
 operands, and the derivatives of one are products of either form: so all are of this
 primitive. A fourth operand of the first form is the array in 8 bits that rhs is a
@@ -17,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax import lax
@@ -44,10 +47,18 @@ from jaxgemm.primitive import (
   result_type,
 )
 from jaxgemm.product import Product
+from jaxgemm.quantisation import dequantise, num_blocks
 from jaxgemm.recording import record_partitioned, record_plan
+from jaxgemm.scaled_product import ALGORITHMS, cut_blocks
 from jaxgemm.stored import as_stored
 from pallas_kernels import compat
-from pallas_kernels.problem import ALGORITHM_OF_DTYPE, Config, Problem
+from pallas_kernels.problem import (
+  ALGORITHM_OF_DTYPE,
+  SCALE_BLOCK,
+  Config,
+  Epilogue,
+  Problem,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +67,7 @@ class Ragged:
 
   Attributes:
     sums: which of the two forms.
+    scaling: what has factors: "rows" and columns, "blocks" of k, or "none".
     transposed: of rows whether rhs is [groups, n, k], not [groups, k, n].
     out_dtype: dtype of the result, by name.
     precision: what the user asked of XLA, for where XLA computes the product.
@@ -77,6 +89,7 @@ class Ragged:
   batch_invariant: bool
   target: Target | None
   out_sharding: NamedSharding | None = None
+  scaling: Literal["none", "rows", "blocks"] = "none"
 
   def replace(self, **changes) -> Ragged:
     return dataclasses.replace(self, **changes)
@@ -87,6 +100,12 @@ class Ragged:
     if self.sums:
       return "rm", "rn", "gmn"
     return "rk", "gnk" if self.transposed else "gkn", "rn"
+
+  def of_operands(self, count: int) -> tuple[str, ...]:
+    """The dimensions of as many operands: q are blocks of k, p those of n."""
+    lhs, rhs, _ = self.groups
+    others = {"none": (rhs,), "rows": ("r", "gn"), "blocks": ("qr", "gqp")}
+    return (lhs, rhs, "g", *others[self.scaling])[:count]
 
 
 def bind(lhs, rhs, group_sizes, facts: Ragged) -> jax.Array:
@@ -107,7 +126,22 @@ def bind(lhs, rhs, group_sizes, facts: Ragged) -> jax.Array:
   return ragged_p.bind(*operands, facts=facts)
 
 
-def plan_of(lhs, rhs, group_sizes, *attached, facts: Ragged) -> plans.Plan:
+def bind_scaled(lhs, rhs, group_sizes, rows, cols, facts: Ragged) -> jax.Array:
+  """Binds the primitive of scaled values, to matrices as they lie.
+
+  Args:
+    rows, cols: the factors, [m] and [groups, n], or of blocks of k [blocks, m] and
+      [groups, blocks, .], with one for every 128 of n.
+  """
+  axes = tuple(facts.groups[1])
+  (stored,), found = as_stored([rhs], axes)
+  if found[0] == "g":
+    rhs, facts = stored, facts.replace(transposed=found[1] == "n")
+  operands = compat.vary_alike(lhs, rhs, group_sizes, rows, cols)
+  return scaled_ragged_p.bind(*operands, facts=facts)
+
+
+def plan_of(lhs, rhs, group_sizes, *others, facts: Ragged) -> plans.Plan:
   """The plan of operands (arrays, or types alone) that lie whole on one device.
 
   Raises:
@@ -117,9 +151,7 @@ def plan_of(lhs, rhs, group_sizes, *attached, facts: Ragged) -> plans.Plan:
   sizes = dict(zip(of_lhs, lhs.shape, strict=True)) | dict(
       zip(of_rhs, rhs.shape, strict=True)
   )
-  algorithm, reason = precisions.choose_algorithm(
-      lhs.dtype.name, rhs.dtype.name, facts.out_dtype, facts.precision
-  )
+  algorithm, reason = _algorithm(lhs, rhs, *others, n=sizes["n"], facts=facts)
   m, k = (sizes["m"], sizes["r"]) if facts.sums else (sizes["r"], sizes["k"])
   problem = Problem(
       m, sizes["n"], k, group_sizes.shape[0], lhs_batched=False,
@@ -127,6 +159,7 @@ def plan_of(lhs, rhs, group_sizes, *attached, facts: Ragged) -> plans.Plan:
       rhs_layout="k-major" if facts.transposed else "n-major", dtype=lhs.dtype.name,
       out_dtype=facts.out_dtype, grouped="k" if facts.sums else "m",
       algorithm=algorithm or ALGORITHM_OF_DTYPE.get(lhs.dtype.name, "bf16_f32"),
+      epilogue=Epilogue(scaling=facts.scaling),
   )
   if reason:
     named = facts.must_serve and facts.implementation not in (None, "xla")
@@ -134,8 +167,8 @@ def plan_of(lhs, rhs, group_sizes, *attached, facts: Ragged) -> plans.Plan:
       what = f"implementation {facts.implementation!r}" if named else "batch_invariant"
       raise ValueError(f"{what}: no kernel serves {problem}: {reason}")
     return plans.Plan("xla", None, "fallback", reason, problem)
-  if attached:
-    sources = "", attached[0].dtype.name
+  if others and facts.scaling == "none":
+    sources = "", others[0].dtype.name
     found = plans.converting(problem, sources, device_of(facts.target), attached="rhs")
     if found is not None:
       return found
@@ -151,6 +184,21 @@ def plan_of(lhs, rhs, group_sizes, *attached, facts: Ragged) -> plans.Plan:
     return make_plan()
 
 
+def _algorithm(lhs, rhs, *others, n: int, facts: Ragged) -> tuple[str | None, str]:
+  """How it is multiplied, and why no kernel can, or ""."""
+  if facts.scaling == "none":
+    return precisions.choose_algorithm(
+        lhs.dtype.name, rhs.dtype.name, facts.out_dtype, facts.precision
+    )
+  algorithm, reason = ALGORITHMS[lhs.dtype.name, rhs.dtype.name], ""
+  if facts.scaling == "blocks" and others[1].shape[2] != num_blocks(n):
+    reason = (
+        f"rhs_scale has blocks of k, and {others[1].shape[2]} columns where the kernel"
+        f" wants one for every {SCALE_BLOCK}"
+    )
+  return algorithm, reason
+
+
 def _on_one_device(*operands, facts: Ragged) -> jax.Array:
   """By the planned kernel, or XLA."""
   plan = plan_of(*operands, facts=facts)
@@ -158,10 +206,13 @@ def _on_one_device(*operands, facts: Ragged) -> jax.Array:
   if plan.kernel == "xla":
     return _by_xla(*operands, facts=facts)
   launch = functools.partial(run, plan, device=device_of(facts.target))
-  lhs, rhs, group_sizes, *attached = operands
+  lhs, rhs, group_sizes, *others = operands
+  scales = ()
   if plan.problem.converts:
-    (rhs,) = attached
-  arrays = lhs[None], rhs[None] if facts.sums else rhs, group_sizes
+    (rhs,) = others
+  elif facts.scaling != "none":
+    scales = others[0][None], others[1]
+  arrays = lhs[None], rhs[None] if facts.sums else rhs, *scales, group_sizes
   if emulates(facts.target):
     out = jax.ShapeDtypeStruct(plan.problem.out_shape, jnp.dtype(facts.out_dtype))
     found = in_emulator(launch, out, arrays)
@@ -170,7 +221,9 @@ def _on_one_device(*operands, facts: Ragged) -> jax.Array:
   return found if facts.sums else found[0]
 
 
-def _by_xla(lhs, rhs, group_sizes, *_, facts: Ragged) -> jax.Array:
+def _by_xla(lhs, rhs, group_sizes, *others, facts: Ragged) -> jax.Array:
+  if facts.scaling != "none":
+    return _scaled_by_xla(lhs, rhs, group_sizes, *others, facts=facts)
   numbers = {
       (False, False): (((1,), (1,)), (0,), (0,)),
       (False, True): (((1,), (2,)), (0,), (0,)),
@@ -185,23 +238,38 @@ def _by_xla(lhs, rhs, group_sizes, *_, facts: Ragged) -> jax.Array:
   )
 
 
+def _scaled_by_xla(lhs, rhs, group_sizes, rows, cols, *, facts: Ragged) -> jax.Array:
+  plain = facts.replace(scaling="none", out_dtype="float32")
+  if facts.scaling == "rows":
+    out = _by_xla(lhs, rhs, group_sizes, facts=plain)
+    cols = jnp.repeat(cols, group_sizes, 0, total_repeat_length=lhs.shape[0])
+    out = out * rows[:, None] * cols
+  else:
+    cols = cols.swapaxes(1, 2) if facts.transposed else cols
+    out = _by_xla(
+        dequantise(lhs, rows.T), dequantise(rhs, cols), group_sizes,
+        facts=plain.replace(precision=lax.Precision.HIGHEST),
+    )
+  return out.astype(facts.out_dtype)
+
+
 # -- Over several devices ----------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=256)
 def _partitioned(facts: Ragged, num_operands: int):
   """A function of the operands that XLA's partitioner knows how to shard."""
-  groups = facts.groups
   function = custom_partitioning(
       with_arity(functools.partial(_by_xla, facts=facts), num_operands)
   )
-  lhs, rhs, out = (" ".join(each) for each in groups)
-  attached = f", {rhs}" * (num_operands - 3)
+  operands = ", ".join(map(" ".join, facts.of_operands(num_operands)))
   function.def_partition(
       functools.partial(_partition, facts),
-      sharding_rule=f"{lhs}, {rhs}, g{attached} -> {out}",
+      sharding_rule=f"{operands} -> {' '.join(facts.groups[2])}",
       reduction_factors=() if facts.sums else ("k",),
-      need_replication_factors=("r", "g"),
+      need_replication_factors=(
+          ("r", "g", "q", "p") if facts.scaling == "blocks" else ("r", "g")
+      ),
   )
   return function
 
@@ -209,20 +277,25 @@ def _partitioned(facts: Ragged, num_operands: int):
 def _partition(facts: Ragged, mesh, operands, result):
   """What each device computes, and how operands and result lie over the mesh.
 
-  Rows and groups are not cut: which rows a group has is data.
+  Rows and groups are not cut: which rows a group has is data. Nor are blocks of scales.
   """
-  lhs, rhs, out = (
-      ShardedArray.of(*each)
-      for each in zip(facts.groups, (*operands[:2], result), strict=True)
-  )
+  names = facts.of_operands(len(operands))
+  arrays = [ShardedArray.of(*each) for each in zip(names, operands, strict=True)]
+  out, whole = ShardedArray.of(facts.groups[2], result), {"r", "g"}
+  if facts.scaling == "blocks":
+    whole |= cut_blocks((*arrays[:2], out), mesh)
   lhs, rhs, out = (
       dataclasses.replace(
-          each, parts={x: axes for x, axes in each.parts.items() if x not in "rg"}
+          each, parts={x: axes for x, axes in each.parts.items() if x not in whole}
       )
-      for each in (lhs, rhs, out)
+      for each in (*arrays[:2], out)
   )
   layout = choose_layout([lhs, rhs], [out], dict(mesh.shape))
   (reduction,) = layout.reductions
+  # A block lies where its elements do.
+  parts = layout.parts | {
+      block: layout.parts.get(of, ()) for block, of in (("q", "k"), ("p", "n"))
+  }
   local = facts
   if emulates(facts.target):
     # JAX loses the host callbacks of a partition, so XLA computes the shards.
@@ -231,13 +304,9 @@ def _partition(facts: Ragged, mesh, operands, result):
   def compute(*operands):
     return added(_on_one_device(*operands, facts=local), out, reduction)
 
-  of_rhs = sharding(mesh, rhs, layout.parts)
   return (
       mesh, of_one_device(compute), sharding(mesh, out, layout.result_parts(0)),
-      (
-          sharding(mesh, lhs, layout.parts), of_rhs, NamedSharding(mesh, PartitionSpec()),
-          *[of_rhs] * (len(operands) - 3),
-      ),
+      tuple(sharding(mesh, array, parts) for array in arrays),
   )
 
 
@@ -245,10 +314,10 @@ def _partition(facts: Ragged, mesh, operands, result):
 
 
 # Without it: "Abstract evaluation for 'jaxgemm_ragged' not implemented".
-def _abstract_eval(lhs, rhs, group_sizes, *attached, facts: Ragged):
+def _abstract_eval(lhs, rhs, group_sizes, *others, facts: Ragged):
   """The type of the product of one group, of all rows; of sums one for each group."""
-  if any(x.shape != rhs.shape for x in attached):
-    raise TypeError(f"rhs, {rhs}, is not {attached[0]} converted")
+  if facts.scaling == "none" and any(x.shape != rhs.shape for x in others):
+    raise TypeError(f"rhs, {rhs}, is not {others[0]} converted")
   wanted = facts.out_sharding
   if facts.sums and wanted is not None:
     wanted = NamedSharding(wanted.mesh, PartitionSpec(*wanted.spec[1:]))
@@ -357,7 +426,10 @@ def _gradient(
     sums: bool = False,
 ) -> jax.Array:
   """The product of two arrays whose dtypes may differ, of the dtype of `aval`."""
-  dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
+  if min(lhs.dtype.itemsize, rhs.dtype.itemsize) == 1:  # Which JAX does not promote.
+    dtype = max(lhs.dtype, rhs.dtype, key=lambda dtype: dtype.itemsize)
+  else:
+    dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
   lhs, rhs = (lax.convert_element_type(x, dtype) for x in (lhs, rhs))
   found = facts.replace(
       sums=sums, transposed=transposed, out_dtype=aval.dtype.name, config=None,
@@ -381,18 +453,21 @@ def _batch(operands, axes, *, facts: Ragged):
     each = [
         x if axis is None else next(found) for x, axis in zip(operands, axes, strict=True)
     ]
-    return ragged_p.bind(*each, facts=facts)
+    primitive = ragged_p if facts.scaling == "none" else scaled_ragged_p
+    return primitive.bind(*each, facts=facts)
 
   return lax.map(one, mapped), 0
 
 
 ragged_p = Primitive("jaxgemm_ragged")
-ragged_p.def_abstract_eval(_abstract_eval)
-compat.computes_by_lowering(ragged_p)
-mlir.register_lowering(ragged_p, _lower)
-mlir.register_lowering(ragged_p, _lower_kernel, platform="cuda")
-# Else jit hides its devices from lowering rules, and nothing can be partitioned.
-compat.requires_devices(ragged_p)
+scaled_ragged_p = Primitive("jaxgemm_scaled_ragged")
+for primitive in (ragged_p, scaled_ragged_p):
+  primitive.def_abstract_eval(_abstract_eval)
+  compat.computes_by_lowering(primitive)
+  mlir.register_lowering(primitive, _lower)
+  mlir.register_lowering(primitive, _lower_kernel, platform="cuda")
+  # Else jit hides its devices from lowering rules, and nothing can be partitioned.
+  compat.requires_devices(primitive)
+  batching.primitive_batchers[primitive] = _batch
 ad.primitive_jvps[ragged_p] = _jvp
 ad.primitive_transposes[ragged_p] = _transpose
-batching.primitive_batchers[ragged_p] = _batch

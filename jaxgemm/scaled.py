@@ -10,9 +10,11 @@ learning" (2022) for e5m2 cotangents.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import dataclasses
 import functools
 import math
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -93,42 +95,59 @@ def scaled_matmul(
         f"scaled_matmul: {shapes}; k, the last dimension of lhs and the last but one of"
         " rhs, must be the same, and rhs a matrix or of the same batch"
     )
-  for name, x in (("lhs", lhs), ("rhs", rhs)):
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-      raise ValueError(f"scaled_matmul: {name} is {x.dtype}: want a floating-point dtype")
-  dtypes = []
-  for name, value, known in (
-      ("preferred_element_type", preferred_element_type, OUT_DTYPES),
-      ("dtype", dtype, FLOAT8),
-      ("cotangent_dtype", cotangent_dtype, (None, *FLOAT8)),
-  ):
-    value = None if value is None else as_dtype(f"scaled_matmul: {name}", value).name
-    dtypes.append(value)
-    if value not in known:
-      raise ValueError(
-          f"scaled_matmul: {name} {value} must be one of {', '.join(map(str, known))}"
+  check_floats("scaled_matmul", lhs, rhs)
+  dtypes = [
+      known_dtype("scaled_matmul", name, value, known)
+      for name, value, known in (
+          ("preferred_element_type", preferred_element_type, OUT_DTYPES),
+          ("dtype", dtype, FLOAT8),
+          ("cotangent_dtype", cotangent_dtype, (None, *FLOAT8)),
       )
-  scales = []
-  for name, scale, x, k_axis in (
-      ("lhs_scale", lhs_scale, lhs, -1), ("rhs_scale", rhs_scale, rhs, -2)
-  ):
-    scale = as_array("scaled_matmul", name, scale)
-    check_real("scaled_matmul", name, scale, "its operand", x.dtype)
-    scale = scale.astype(jnp.float32)
-    if scale.ndim == 0:
-      scale = scale.reshape((1,) * x.ndim)
-    check_scale(f"scaled_matmul: {name}", scale, x.shape)
-    if scale.shape[k_axis] not in (1, num_blocks(x.shape[k_axis])):
-      raise ValueError(
-          f"scaled_matmul: {name} has shape {scale.shape}: one for every element of"
-          f" k={x.shape[k_axis]} cannot be taken out of the sum"
+  ]
+  scales = [
+      scale_of("scaled_matmul", name, scale, x, k_axis)
+      for name, scale, x, k_axis in (
+          ("lhs_scale", lhs_scale, lhs, -1), ("rhs_scale", rhs_scale, rhs, -2)
       )
-    scales.append(scale)
+  ]
   options = _Options(
       *dtypes, named_kernel(implementation, config), config, is_batch_invariant(),
       current_target(),
   )
   return _scaled_matmul(*compat.vary_alike(lhs, rhs, *scales), options)
+
+
+def check_floats(function: str, lhs, rhs) -> None:
+  """Raises ValueError unless both operands are of floating point."""
+  for name, x in (("lhs", lhs), ("rhs", rhs)):
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+      raise ValueError(f"{function}: {name} is {x.dtype}: want a floating-point dtype")
+
+
+def known_dtype(function: str, name: str, value, known: Sequence) -> str | None:
+  """The name of a dtype, or None; raises ValueError if it is not among `known`."""
+  found = None if value is None else as_dtype(f"{function}: {name}", value).name
+  if found not in known:
+    raise ValueError(
+        f"{function}: {name} {found} must be one of {', '.join(map(str, known))}"
+    )
+  return found
+
+
+def scale_of(function: str, name: str, scale, x, k_axis: int) -> jax.Array:
+  """The scale of x, float32, of as many dimensions; raises ValueError if it has none."""
+  scale = as_array(function, name, scale)
+  check_real(function, name, scale, "its operand", x.dtype)
+  scale = scale.astype(jnp.float32)
+  if scale.ndim == 0:
+    scale = scale.reshape((1,) * x.ndim)
+  check_scale(f"{function}: {name}", scale, x.shape)
+  if scale.shape[k_axis] not in (1, num_blocks(x.shape[k_axis])):
+    raise ValueError(
+        f"{function}: {name} has shape {scale.shape}: one for every element of"
+        f" k={x.shape[k_axis]} cannot be taken out of the sum"
+    )
+  return scale
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -201,7 +220,7 @@ def _narrow_gradients(options: _Options, lhs, rhs, lhs_scale, rhs_scale, ct):
     lhs_scale = jnp.broadcast_to(
         lhs_scale, (*lhs.shape[:-2], *lhs_scale.shape[-2:])
     )
-    lhs_scale = _per_row(lhs_scale, lhs.shape[-2])
+    lhs_scale = per_row(lhs_scale, lhs.shape[-2])
     lhs, ct, lhs_scale = map(_as_matrix, (lhs, ct, lhs_scale))
   of_rhs = dataclasses.replace(options, batch_invariant=False)  # A sum over all rows.
   one = jnp.ones((1,) * lhs.ndim, jnp.float32)
@@ -238,7 +257,7 @@ def _multiply(lhs, rhs, lhs_scale, rhs_scale, options: _Options) -> jax.Array:
   """The product of 8-bit values, whatever their batch."""
   *batch, m, k = lhs.shape
   n = rhs.shape[-1]
-  rows = _per_row(jnp.broadcast_to(lhs_scale, (*batch, *lhs_scale.shape[-2:])), m)
+  rows = per_row(jnp.broadcast_to(lhs_scale, (*batch, *lhs_scale.shape[-2:])), m)
   if rhs.ndim == 2:  # One rhs for all: the batch joins the rows.
     lhs, rhs, rows, cols = (
         _as_matrix(x)[None] for x in (lhs, rhs, rows, rhs_scale)
@@ -248,17 +267,7 @@ def _multiply(lhs, rhs, lhs_scale, rhs_scale, options: _Options) -> jax.Array:
     lhs, rhs, rows, cols = (
         x.reshape(math.prod(batch), *x.shape[-2:]) for x in (lhs, rhs, rows, cols)
     )
-  k_blocks = max(rows.shape[-1], cols.shape[-2])
-  if k_blocks == 1:
-    rows = rows[..., 0]
-    cols = jnp.broadcast_to(expand(cols, (1, 1, n)), (*cols.shape[:1], 1, n))[:, 0]
-    scaling = "rows"
-  else:
-    rows = jnp.broadcast_to(rows, (*rows.shape[:2], k_blocks)).swapaxes(1, 2)
-    cols = jnp.broadcast_to(cols, (cols.shape[0], k_blocks, cols.shape[2]))
-    if cols.shape[2] == 1:
-      cols = jnp.repeat(cols, num_blocks(n), axis=2)
-    scaling = "blocks"
+  scaling, rows, cols = factors(rows, cols, n)
   facts = Scaled(
       scaling, options.out_dtype, options.implementation, options.config,
       options.batch_invariant, options.target,
@@ -267,12 +276,34 @@ def _multiply(lhs, rhs, lhs_scale, rhs_scale, options: _Options) -> jax.Array:
   return out.reshape(*batch, m, n)
 
 
+def factors(
+    rows: jax.Array, cols: jax.Array, n: int
+) -> tuple[Literal["rows", "blocks"], jax.Array, jax.Array]:
+  """What has factors, and these as the kernel takes them.
+
+  Args:
+    rows: [batch, m, blocks of k, or 1].
+    cols: [batch, blocks of k, or 1, .], with 1, n or one for every 128 of n.
+  Returns: "rows" with [batch, m] and [batch, n], or "blocks" with [batch, blocks, m] and
+    [batch, blocks, .].
+  """
+  k_blocks = max(rows.shape[-1], cols.shape[-2])
+  if k_blocks == 1:
+    cols = jnp.broadcast_to(expand(cols, (1, 1, n)), (*cols.shape[:1], 1, n))[:, 0]
+    return "rows", rows[..., 0], cols
+  rows = jnp.broadcast_to(rows, (*rows.shape[:2], k_blocks)).swapaxes(1, 2)
+  cols = jnp.broadcast_to(cols, (cols.shape[0], k_blocks, cols.shape[2]))
+  if cols.shape[2] == 1:
+    cols = jnp.repeat(cols, num_blocks(n), axis=2)
+  return "blocks", rows, cols
+
+
 def _as_matrix(x: jax.Array) -> jax.Array:
   """x with all dimensions but the last as one."""
   return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def _per_row(scale: jax.Array, m: int) -> jax.Array:
+def per_row(scale: jax.Array, m: int) -> jax.Array:
   """A scale of blocks of rows as one of rows."""
   if scale.shape[-2] == 1:
     return jnp.repeat(scale, m, axis=-2)

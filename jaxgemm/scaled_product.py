@@ -9,6 +9,7 @@ derivatives: `scaled` gives those of the values.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import dataclasses
 import functools
 import math
@@ -35,7 +36,7 @@ from jaxgemm.recording import record_partitioned, record_plan
 from pallas_kernels import compat
 from pallas_kernels.problem import SCALE_BLOCK, Config, Epilogue, Problem
 
-_ALGORITHMS = {
+ALGORITHMS = {
     ("float8_e4m3fn", "float8_e4m3fn"): "e4m3_f32",
     ("float8_e5m2", "float8_e5m2"): "e5m2_f32",
     ("float8_e4m3fn", "float8_e5m2"): "e4m3_e5m2_f32",
@@ -88,7 +89,7 @@ def _plan(facts: Scaled, lhs, rhs, rows, cols) -> plans.Plan:
   (batch, m, k), n = lhs.shape, rhs.shape[2]
   problem = Problem(
       m, n, k, batch, dtype=lhs.dtype.name, out_dtype=facts.out_dtype,
-      algorithm=_ALGORITHMS[lhs.dtype.name, rhs.dtype.name],
+      algorithm=ALGORITHMS[lhs.dtype.name, rhs.dtype.name],
       epilogue=Epilogue(scaling=facts.scaling),
   )
   if facts.scaling == "blocks" and cols.shape[2] != num_blocks(n):
@@ -163,13 +164,9 @@ def _partition(facts: Scaled, groups, mesh, operands, result):
   Blocks of k, and of n, are not cut: what would cut them lies whole.
   """
   arrays = [ShardedArray.of(*each) for each in zip(groups, operands, strict=True)]
-  out, whole = ShardedArray.of("bmn", result), set()
+  out, whole = ShardedArray.of("bmn", result), set[str]()
   if facts.scaling == "blocks":
-    for name in "kn":
-      for array in (*arrays[:2], out):
-        cut = math.prod(mesh.shape[axis] for axis in array.parts.get(name, ()))
-        if array.sizes.get(name, 0) % (cut * SCALE_BLOCK):
-          whole.add(name)
+    whole = cut_blocks((*arrays[:2], out), mesh)
   lhs, rhs, wanted = (
       dataclasses.replace(
           each, parts={x: axes for x, axes in each.parts.items() if x not in whole}
@@ -194,6 +191,17 @@ def _partition(facts: Scaled, groups, mesh, operands, result):
       mesh, of_one_device(compute), sharding(mesh, out, layout.result_parts(0)),
       tuple(sharding(mesh, array, parts) for array in arrays),
   )
+
+
+def cut_blocks(arrays: Sequence[ShardedArray], mesh) -> set[str]:
+  """Which of k and n some array has in shares that are not whole blocks."""
+  found = set()
+  for name in "kn":
+    for array in arrays:
+      count = math.prod(mesh.shape[axis] for axis in array.parts.get(name, ()))
+      if array.sizes.get(name, 0) % (count * SCALE_BLOCK):
+        found.add(name)
+  return found
 
 
 # -- Rules and registrations -------------------------------------------------------

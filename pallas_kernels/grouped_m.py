@@ -10,9 +10,10 @@ The schedule, the roles and the barriers are those of `persistent`; the tiles ar
 `grouped_grid`. A tile has rows of one group alone: it begins where they begin, at any
 row, and what it computes of the next group's rows is not stored (`partial_stores`). With
 `swap` the product is multiplied transposed, so that a tile has any multiple of 8 rows:
-for groups of few rows. So multiplied rhs may be of 8 bits (see `conversions`).
+for groups of few rows. So multiplied rhs may be of 8 bits for lhs of 16 (see
+`conversions`).
 
-Constraints: operands of 16 bits, but for such an rhs; n a multiple of 16 bytes.
+Constraints: operands of 16 or 8 bits; rows of the result a multiple of 16 bytes.
 Source: the "m-grouped contiguous" products of DeepGEMM, and MegaBlocks (2022), which
 align groups to tiles; here nothing is aligned, as TMA may begin at any row.
 """
@@ -22,6 +23,8 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+from jax import lax
+import jax.numpy as jnp
 
 from pallas_kernels import calls, persistent, specialised, tiles
 from pallas_kernels.grouped_grid import MOST_ROWS, TABLE, GroupedGrid, row_tiles
@@ -42,13 +45,13 @@ def supports(problem: Problem, config: PersistentConfig) -> str | None:
     return f"m={problem.m}: groups have at most {MOST_ROWS} rows in all"
   epilogue = problem.epilogue
   along_rows = config.cluster_n if config.swap else config.cluster_m
-  if problem.itemsize != 2 or problem.lhs_source:
+  if problem.itemsize > 2 or problem.lhs_source:
     stored = problem.stored_dtypes[0]
     return f"groups of rows: lhs is of 16 bits, not of {stored}"
   if problem.lhs_layout != "k-major":
     return "lhs_layout='m-major': rows of a group begin anywhere in k-major lhs alone"
-  if epilogue.is_fused or epilogue.has_c or epilogue.scaling != "none":
-    return "groups of rows exclude c, bias, activation and scales"
+  if epilogue.is_fused or epilogue.has_c:
+    return "groups of rows exclude c, bias and activation"
   if problem.n % tiles.tma_stride_elems(problem.out_dtype):
     return f"n={problem.n}: rows of the result must be a multiple of 16 bytes"
   if along_rows > 1:
@@ -69,9 +72,16 @@ def tile_rows(config: PersistentConfig) -> int:
 def launch(
     operands, problem: Problem, config: PersistentConfig, *, num_sms: int, interpret=None
 ) -> jax.Array:
-  """Returns [1, m, n]; the operands are lhs [1, m, k], rhs and group sizes [groups]."""
+  """Returns [1, m, n]; the operands are lhs [1, m, k], rhs and group sizes [groups].
+
+  Behind lhs and rhs there may be their scales, as of a batch that shares lhs.
+  """
   *operands, group_sizes = operands
   problem = dataclasses.replace(problem, grouped="")
+  if problem.epilogue.scaling == "rows":  # A tile may begin at the last one.
+    lhs, rhs, rows, cols = operands
+    more = ((0, 0, 0), (0, config.tile_m, 0))
+    operands = lhs, rhs, lax.pad(rows, jnp.ones((), rows.dtype), more), cols
   result = dataclasses.replace(problem, batch=1, lhs_batched=True, rhs_batched=True)
   multiplied = specialised.multiplied(problem, config)
   call = calls.make_call(

@@ -146,6 +146,10 @@ ROWS = (
     (dict(cluster_n=2), {}),
     (dict(promote=1), dict(out_dtype="float32")),
     (dict(SWAP, tile_n=32), dict(dtype="float16")),
+    (dict(tile_k=128, promote=1), dict(dtype="float8_e4m3fn", out_dtype="float32")),
+    more(dict(tile_k=128), dict(dtype="float8_e5m2", out_dtype="bfloat16")),
+    more(dict(SWAP, tile_k=128), dict(dtype="float8_e4m3fn", out_dtype="float16")),
+    more(dict(tile_k=128), dict(dtype="int8", out_dtype="int32")),
     (dict(SWAP, cluster_m=2), {}),
     more(dict(SWAP, consumers=2, wg_dim="tile"), {}),
     more(dict(SWAP, tile_n=24, tile_m=128, consumers=2, promote=1), {}),
@@ -512,6 +516,8 @@ PLANNED = [
     of_m(128, 2048, 7168, 256),
     of_m(4096, 136, 1000, 3),
     of_m(128, 2048, 7168, 64, rhs_source="int8"),
+    of_m(8192, 2048, 7168, 64, "NT", "float8_e4m3fn", out_dtype="bfloat16"),
+    of_m(100, 528, 4096, 8, "NT", "int8", out_dtype="int32"),
     of_m(1024, 1536, 4096, 8, "NT", "float16", rhs_source="float8_e4m3fn"),
     of_k(4096, 2048, 16384, 64),
     of_k(2048, 7168, 8192, 8, out_dtype="float32"),
@@ -565,6 +571,7 @@ def test_candidates_are_in_order_and_supported():
     for each in found:
       assert kernel.supports(problem, each.config) is None
       assert (each.config.promote > 0) == (problem.out_dtype == "float32")
+      assert each.config.tile_k == 128 // problem.itemsize
 
 
 # -- On the chip -------------------------------------------------------------------
@@ -662,6 +669,29 @@ def test_gpu_rows(fields, layouts):
   for m, n, k, groups in ((1000, 520, 1000, 9), (2000, 328, 264, 64), (77, 72, 130, 5)):
     for dtype in ("bfloat16", "float16") if k == 1000 else ("bfloat16",):
       check_on_chip(of_m(m, n, k, groups, layouts, dtype), [PersistentConfig(**fields)])
+
+
+GPU_EIGHT = (
+    dict(tile_m=128, tile_n=256),
+    dict(tile_m=128, tile_n=192, wg_dim="tile"),
+    dict(tile_m=64, tile_n=128, consumers=1, num_stages=6),
+    dict(tile_m=256, tile_n=128, cluster_n=2),
+    dict(tile_m=128, tile_n=128, promote=1),
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int8"])
+@pytest.mark.parametrize("fields", GPU_EIGHT, ids=str)
+def test_gpu_eight_bits(fields, dtype):
+  config = config_of(**dict(consumers=2, tile_k=128, num_stages=4) | fields)
+  kinds = ["int32"] if dtype == "int8" else ["bfloat16"]
+  if fields.get("promote"):
+    kinds = [] if dtype == "int8" else ["float32", "float16"]
+  for out_dtype in kinds:
+    for layouts, n in (("NT", 520), ("NN", 528)):
+      problem = of_m(1000, n, 1040, 9, layouts, dtype, out_dtype=out_dtype)
+      check_on_chip(problem, [config])
 
 
 def of_narrow(fields) -> PersistentConfig:
