@@ -187,9 +187,12 @@ def plan_of(lhs, rhs, group_sizes, *others, facts: Ragged) -> plans.Plan:
 def _algorithm(lhs, rhs, *others, n: int, facts: Ragged) -> tuple[str | None, str]:
   """How it is multiplied, and why no kernel can, or ""."""
   if facts.scaling == "none":
-    return precisions.choose_algorithm(
+    algorithm, reason = precisions.choose_algorithm(
         lhs.dtype.name, rhs.dtype.name, facts.out_dtype, facts.precision
     )
+    if algorithm in ALGORITHMS.values() and facts.out_dtype == "float32":
+      reason = "XLA's sums of float8 in groups are float32, the tensor cores' of 14 bits"
+    return algorithm, reason
   algorithm, reason = ALGORITHMS[lhs.dtype.name, rhs.dtype.name], ""
   if facts.scaling == "blocks" and others[1].shape[2] != num_blocks(n):
     reason = (

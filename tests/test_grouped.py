@@ -518,6 +518,7 @@ PLANNED = [
     of_m(128, 2048, 7168, 64, rhs_source="int8"),
     of_m(8192, 2048, 7168, 64, "NT", "float8_e4m3fn", out_dtype="bfloat16"),
     of_m(100, 528, 4096, 8, "NT", "int8", out_dtype="int32"),
+    of_m(1000, 528, 1040, 9, "NT", "float8_e4m3fn", out_dtype="float16"),
     of_m(1024, 1536, 4096, 8, "NT", "float16", rhs_source="float8_e4m3fn"),
     of_k(4096, 2048, 16384, 64),
     of_k(2048, 7168, 8192, 8, out_dtype="float32"),
@@ -561,6 +562,9 @@ def test_candidates_lower(problem):
     assert f"jaxgemm_grouped_{problem.grouped}" in lowered(problem, config)
 
 
+PROMOTED = {"float8_e4m3fn": ["float32", "float16"]}
+
+
 def test_candidates_are_in_order_and_supported():
   for problem in PLANNED:
     found = grouped_heuristics.candidates(problem, H200)
@@ -570,7 +574,9 @@ def test_candidates_are_in_order_and_supported():
     kernel = GROUPED_KERNELS[f"grouped_{problem.grouped}"]
     for each in found:
       assert kernel.supports(problem, each.config) is None
-      assert (each.config.promote > 0) == (problem.out_dtype == "float32")
+      assert (each.config.promote > 0) == (
+          problem.out_dtype in PROMOTED.get(problem.dtype, ["float32"])
+      )
       assert each.config.tile_k == 128 // problem.itemsize
 
 
@@ -687,7 +693,7 @@ def test_gpu_eight_bits(fields, dtype):
   config = config_of(**dict(consumers=2, tile_k=128, num_stages=4) | fields)
   kinds = ["int32"] if dtype == "int8" else ["bfloat16"]
   if fields.get("promote"):
-    kinds = [] if dtype == "int8" else ["float32", "float16"]
+    kinds = [] if dtype == "int8" else ["float16"]
   for out_dtype in kinds:
     for layouts, n in (("NT", 520), ("NN", 528)):
       problem = of_m(1000, n, 1040, 9, layouts, dtype, out_dtype=out_dtype)

@@ -18,7 +18,10 @@ import pytest
 from experiments.collectives import collectives
 import jaxgemm
 from jaxgemm import checkpoint_policies, reference
-from pallas_kernels.problem import BlockedConfig, PersistentConfig
+from jaxgemm.device import known_device
+from jaxgemm.plan import make_plan
+from jaxgemm.recording import recording
+from pallas_kernels.problem import BlockedConfig, PersistentConfig, Problem
 from tests.kernel_cases import more
 from tests.product_cases import count_primitives, cuda_kernels, normal
 
@@ -531,6 +534,42 @@ def test_what_is_left_to_xla_says_why(options, dtype, why, capsys):
     (plan,) = jaxgemm.explain(run, *shapes(dtype=dtype))
   assert plan.kernel == "xla" and why in plan.reason
   assert "0 of 1 planned products" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("dtype", "out", "kernel"),
+    [("float8_e4m3fn", "bfloat16", "grouped_m"), ("float8_e5m2", "float16", "grouped_m"),
+     ("float8_e4m3fn", "float32", "xla"), ("int8", "int32", "grouped_m"),
+     ("int8", "bfloat16", "xla"), ("float8_e4m3fn", None, "xla")],
+)
+def test_operands_in_8_bits(dtype, out, kernel, rng):
+  """Results that the tensor cores sum up exactly enough are kernels'."""
+  lhs, rhs = (normal(rng, *shape).astype(dtype) for shape in ((M, K), (4, N, K)))
+  run = ragged(precision=None, transposed=True, preferred_element_type=out)
+  with jaxgemm.target("NVIDIA H200"), recording() as record:
+    traced = jax.jit(run).trace(lhs, rhs, jnp.asarray(SIZES, "int32"))
+    traced.lower(lowering_platforms=("cuda",))
+  (plan,) = record.plans
+  assert plan.kernel == kernel and plan.reason
+  if kernel == "xla":
+    return
+  with jaxgemm.emulate():
+    found = jax.jit(run)(lhs, rhs, jnp.asarray(SIZES, "int32"))
+  wanted = exact(lhs, rhs, SIZES, transposed=True)
+  assert found.dtype == out and reference.relative_error(found, wanted) < 2e-3
+
+
+def test_float8_is_promoted_where_it_must_be():
+  """Of float16 results each k tile, of bfloat16's long sums some."""
+  for out, k, promote in (
+      ("float16", 512, 1), ("bfloat16", 8192, 0), ("bfloat16", 16384, 16)
+  ):
+    problem = Problem(
+        512, 1024, k, 4, lhs_batched=False, rhs_layout="k-major", grouped="m",
+        dtype="float8_e4m3fn", out_dtype=out, algorithm="e4m3_f32",
+    )
+    plan = make_plan(problem, known_device("NVIDIA H200"))
+    assert plan.config.promote == promote
 
 
 @pytest.mark.parametrize("n", [1023, 1028])
