@@ -4,8 +4,8 @@ jax.checkpoint_policies.dots_saveable knows lax.dot_general alone, and would com
 our products twice. So where a product is differentiated, its result is named:
 `PRODUCT`, and also `PRODUCT_WITH_NO_BATCH` if it has no batch dimension. The names
 serve in policies of one's own as well, such as jax's
-save_and_offload_only_these_names. Those of scaled_matmul, which has a rule of its own,
-are computed again.
+save_and_offload_only_these_names. Those of scaled_matmul and scaled_ragged_dot, which
+have rules of their own, are computed again.
 
 Example:
   jax.checkpoint(layer, policy=jaxgemm.checkpoint_policies.products_saveable)
