@@ -92,9 +92,10 @@ def autotune(
   process beforehand, so that all of them read the same table.
 
   Products with an `implementation` are left as they are, and those of
-  `jaxgemm.scaled_matmul`, `ragged_dot` and `scaled_ragged_dot`. Products that are `batch_invariant` are measured like others,
-  but take only winners that do not split k. Of products that jit shards by itself, XLA
-  must compile the function to reveal the shards.
+  `jaxgemm.scaled_matmul`, `ragged_dot` and `scaled_ragged_dot`. Products that are
+  `batch_invariant` are measured like others, but take only winners that do not split k.
+  Of products that jit shards by itself, XLA must compile the function to reveal the
+  shards.
 
   Args:
     fn: a function, jitted or not; bind its keyword arguments with functools.partial.
