@@ -14,6 +14,7 @@ import pytest
 import jaxgemm
 from jaxgemm.recording import recording
 from pallas_kernels.conversions import SOURCES
+from tests.kernel_cases import more, mostly_more
 from tests.product_cases import equations
 from tests.test_converted import as_accurate, in_float64, plans
 from tests.test_ragged import kinds_and_sizes, mesh_of, plain, put
@@ -61,11 +62,11 @@ WRITTEN = {
 }
 
 
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [*((name, "int8") for name in WRITTEN), *(("converted", each) for each in SOURCES[1:])],
+)
 def test_matrices_of_few_rows_are_converted_in_the_kernel(name, source):
-  if name == "promoted" and source != "int8":
-    pytest.skip("JAX promotes no float8")
   found = plans(WRITTEN[name], *types(source=source))
   plan = next(plan for plan in found if plan.problem.converts)
   assert plan.kernel == "grouped_m" and plan.config.swap
@@ -180,8 +181,14 @@ TRANSFORMED = {
 }
 
 
-@pytest.mark.parametrize("emulated", [False, True])
-@pytest.mark.parametrize("name", TRANSFORMED)
+@pytest.mark.parametrize(
+    ("name", "emulated"),
+    [
+        *((name, False) for name in TRANSFORMED),
+        pytest.param("gradients", True, marks=pytest.mark.slow),
+        *(more(name, True) for name in TRANSFORMED if name != "gradients"),
+    ],
+)
 def test_values(name, emulated, rng):
   """As accurate as XLA's of the converted arrays, by XLA and by a kernel."""
   operands, transform = drawn(rng), TRANSFORMED[name]
@@ -191,7 +198,7 @@ def test_values(name, emulated, rng):
   as_accurate(found, jax.jit(xla)(*operands), in_float64(wide(xla), *operands[:2]))
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", mostly_more(SOURCES))
 def test_an_emulated_kernel_gets_the_array(source, rng):
   x, w, s = drawn(rng, source)
   with jaxgemm.emulate(), recording() as record:
