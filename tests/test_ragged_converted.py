@@ -64,7 +64,10 @@ WRITTEN = {
 
 @pytest.mark.parametrize(
     ("name", "source"),
-    [*((name, "int8") for name in WRITTEN), *(("converted", each) for each in SOURCES[1:])],
+    [
+        *((name, "int8") for name in WRITTEN),
+        *(("converted", source) for source in SOURCES[1:]),
+    ],
 )
 def test_matrices_of_few_rows_are_converted_in_the_kernel(name, source):
   found = plans(WRITTEN[name], *types(source=source))
