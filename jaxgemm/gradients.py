@@ -18,10 +18,10 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jaxgemm.contexts import emulates
 from jaxgemm.dims import are_known
+from jaxgemm.lowering_rules import can_partition, register
 from jaxgemm.partitioning import partitioned_gradients
-from jaxgemm.primitive import can_partition, explicit, gradient
+from jaxgemm.primitive import explicit, gradient
 from jaxgemm.product import Gradients, Product
 from jaxgemm.recording import record_partitioned
 from pallas_kernels import compat
@@ -81,11 +81,7 @@ def _abstract_eval(*operands, gradients: Gradients):
   return list(operands[: 1 + gradients.count])
 
 
-# Without them: "MLIR translation rule for primitive 'jaxgemm_gradients' not found".
-def _lower(ctx, *operands, gradients: Gradients):
-  """For every platform but CUDA: XLA's dots, or the kernels emulated."""
-  if emulates(gradients.product.target):
-    return _lower_kernels(ctx, *operands, gradients=gradients)
+def _lower_xla(ctx, *operands, gradients: Gradients):
   return _lower_function(ctx, separate, operands, gradients)
 
 
@@ -123,10 +119,8 @@ def _batch(operands, axes, *, gradients: Gradients):
 gradients_p = Primitive("jaxgemm_gradients")
 gradients_p.multiple_results = True
 gradients_p.def_abstract_eval(_abstract_eval)
-compat.computes_by_lowering(gradients_p)
-mlir.register_lowering(gradients_p, _lower)
-mlir.register_lowering(gradients_p, _lower_kernels, platform="cuda")
-# Else jit hides its devices from lowering rules, and nothing can be partitioned.
-compat.requires_devices(gradients_p)
+register(
+    gradients_p, _lower_xla, _lower_kernels, lambda gradients: gradients.product.target
+)
 ad.primitive_jvps[gradients_p] = _jvp
 batching.primitive_batchers[gradients_p] = _batch

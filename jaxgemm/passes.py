@@ -18,6 +18,7 @@ from jaxgemm.contexts import Target, device_of, emulates
 from jaxgemm.device import supported
 from jaxgemm.dims import are_known
 from jaxgemm.lowering import in_emulator
+from jaxgemm.lowering_rules import lower_local, register
 from pallas_kernels import compat
 
 # Of operands, and `facts` by name: hashable, with the `target` that is lowered for.
@@ -39,23 +40,16 @@ def define(
   primitive = Primitive(name)
   primitive.multiple_results = True
 
-  def lower(ctx, *operands, facts):
-    """For every platform but CUDA."""
-    if emulates(facts.target):
-      return lower_kernel(ctx, *operands, facts=facts)
+  def lower_xla(ctx, *operands, facts):
     return mlir.lower_fun(by_xla, multiple_results=True)(ctx, *operands, facts=facts)
 
   def lower_kernel(ctx, *operands, facts):
     num_devices, _, _ = compat.lowering_mesh(ctx)
     known = are_known(size for aval in ctx.avals_in for size in aval.shape)
     if num_devices > 1 or not known:  # XLA shards what it knows, and takes any sizes.
-      return mlir.lower_fun(by_xla, multiple_results=True)(ctx, *operands, facts=facts)
-    # What runs on one device knows nothing of the mesh in its operands' types.
-    local = ctx.replace(
-        avals_in=[jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]
-    )
-    lowered = mlir.lower_fun(by_kernel, multiple_results=True)
-    return lowered(local, *operands, facts=facts)
+      return lower_xla(ctx, *operands, facts=facts)
+    function = functools.partial(by_kernel, facts=facts)
+    return lower_local(ctx, function, operands, multiple_results=True)
 
   def jvp(primals, tangents, *, facts):
     tangents = tuple(map(ad.instantiate_zeros, tangents))
@@ -65,11 +59,8 @@ def define(
     found = jax.vmap(functools.partial(by_xla, facts=facts), tuple(axes))(*operands)
     return found, [0] * len(found)
 
-  compat.computes_by_lowering(primitive)
   primitive.def_abstract_eval(abstract_eval)
-  mlir.register_lowering(primitive, lower)
-  mlir.register_lowering(primitive, lower_kernel, platform="cuda")
-  compat.requires_devices(primitive)
+  register(primitive, lower_xla, lower_kernel, lambda facts: facts.target)
   ad.primitive_jvps[primitive] = jvp
   batching.primitive_batchers[primitive] = batch
   return primitive

@@ -24,7 +24,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxgemm import precision as precisions
 from jaxgemm.checkpoint_policies import name_product
-from jaxgemm.contexts import emulates
 from jaxgemm.dims import Dims, are_known, fold
 from jaxgemm.lowering import (
   epilogue,
@@ -34,6 +33,12 @@ from jaxgemm.lowering import (
   local_product,
   permuted,
   xla_product,
+)
+from jaxgemm.lowering_rules import (
+  can_partition,
+  check_not_exported,
+  lower_local,
+  register,
 )
 from jaxgemm.partitioning import partitioned_product
 from jaxgemm.product import Product
@@ -102,15 +107,10 @@ def _type(lhs, rhs, product: Product):
 _type_without_mesh = functools.lru_cache(maxsize=4096)(_type)
 
 
-# Without them: "MLIR translation rule for primitive 'jaxgemm' not found".
-def _lower(ctx, *operands, product: Product):
-  """For every platform but CUDA: XLA's dot, or the kernels emulated."""
-  if emulates(product.target):
-    return _lower_kernels(ctx, *operands, product=product)
-  return _lower_xla(ctx, operands, product, "on this platform")
-
-
-def _lower_xla(ctx, operands, product: Product, where: str, *, cuda: bool = False):
+def _lower_xla(
+    ctx, *operands, product: Product, where: str = "on this platform",
+    cuda: bool = False,
+):
   """Where no kernel can run, which `where` says."""
   if product.batch_invariant and all(math.prod(aval.shape) for aval in ctx.avals_in):
     raise ValueError(
@@ -118,65 +118,35 @@ def _lower_xla(ctx, operands, product: Product, where: str, *, cuda: bool = Fals
         " compute capability 9.0 (Hopper), or jaxgemm.emulate()"
     )
   function = functools.partial(xla_product, product, cuda=cuda)
-  return _lower_function(ctx, function, operands, product)
+  return mlir.lower_fun(function, multiple_results=product.is_fused)(ctx, *operands)
 
 
 def _lower_kernels(ctx, *operands, product: Product):
   """For CUDA (or emulated): the planned kernel, on each device's shards."""
   num_devices, _, is_manual = compat.lowering_mesh(ctx)
-  xla = functools.partial(_lower_xla, ctx, operands, product, cuda=True)
+  xla = functools.partial(_lower_xla, ctx, *operands, product=product, cuda=True)
   if not are_known(size for aval in ctx.avals_in for size in aval.shape):
-    return xla("symbolic sizes")
+    return xla(where="symbolic sizes")
   if num_devices == 1:
     if is_manual:
       product = product.replace(beside_collectives=True)
     function = functools.partial(local_product, product)
   elif product.implementation == "xla":  # Its partitioner knows its own product.
-    return xla("over several devices")
+    return xla(where="over several devices")
   elif can_partition(ctx):
     check_not_exported(ctx, num_devices)
     record_partitioned()
     function = functools.partial(_partitioned, product)
   else:
     # No mesh by whose axes to name the shards; XLA partitions its own dot anyhow.
-    return xla("over devices without a mesh")
-  # What runs on one device knows nothing of the mesh in its operands' types.
-  local = ctx.replace(
-      avals_in=[jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]
-  )
-  results = _lower_function(local, function, operands, product)
-  return [
-      compat.constrain_result(ctx, result, aval)
-      for result, aval in zip(results, ctx.avals_out, strict=True)
-  ]
-
-
-def can_partition(ctx) -> bool:
-  """Whether a computation is for several devices, whose mesh names their shards."""
-  num_devices, mesh, is_manual = compat.lowering_mesh(ctx)
-  named = mesh is not None and not is_manual and jax.config.jax_use_shardy_partitioner
-  return num_devices > 1 and named
-
-
-def check_not_exported(ctx, num_devices: int) -> None:
-  """Raises where XLA would have to partition the product in another process."""
-  if compat.is_exported(ctx):
-    raise NotImplementedError(
-        f"jax.export of a product that jit shares out over {num_devices} devices: XLA"
-        " would have to call back into this process to partition it; put it in a"
-        " jax.shard_map, or name implementation='xla'"
-    )
+    return xla(where="over devices without a mesh")
+  return lower_local(ctx, function, operands, multiple_results=product.is_fused)
 
 
 def _partitioned(product: Product, *operands):
   # Shares of two rhs in one array are not shares of each.
   product, operands = product.unpacked(operands, halves)
   return partitioned_product(product, len(operands), _bind)(*operands)
-
-
-def _lower_function(ctx, function, operands, product: Product):
-  lowered = mlir.lower_fun(function, multiple_results=product.is_fused)
-  return lowered(ctx, *operands)
 
 
 # Without it: "Differentiation rule for 'jaxgemm' not implemented".
@@ -459,12 +429,7 @@ def _transposed_names(names, perm):
 
 gemm_p.def_abstract_eval(_abstract_eval)
 for primitive in (gemm_p, linear_p):
-  # Without it: "Evaluation rule for 'jaxgemm' not implemented", outside of jit.
-  compat.computes_by_lowering(primitive)
-  mlir.register_lowering(primitive, _lower)
-  mlir.register_lowering(primitive, _lower_kernels, platform="cuda")
-  # Else jit hides its devices from lowering rules, and nothing can be partitioned.
-  compat.requires_devices(primitive)
+  register(primitive, _lower_xla, _lower_kernels, lambda product: product.target)
 ad.primitive_jvps[gemm_p] = _jvp
 ad.primitive_transposes[gemm_p] = _transpose
 batching.primitive_batchers[gemm_p] = _batch

@@ -24,32 +24,24 @@ from typing import Any, Literal
 
 import jax
 from jax import lax
-from jax.experimental.custom_partitioning import custom_partitioning
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxgemm import plan as plans
+from jaxgemm import planned
 from jaxgemm import precision as precisions
 from jaxgemm.checkpoint_policies import name_product
 from jaxgemm.contexts import Target, device_of, emulates
 from jaxgemm.converted import array_of
-from jaxgemm.dims import Dims, are_known
+from jaxgemm.dims import Dims
 from jaxgemm.launch import run
-from jaxgemm.layouts import ShardedArray, choose_layout
 from jaxgemm.lowering import in_emulator
-from jaxgemm.partitioning import added, of_one_device, sharding, with_arity
-from jaxgemm.primitive import (
-  can_partition,
-  check_not_exported,
-  explicit,
-  result_type,
-)
+from jaxgemm.primitive import explicit, result_type
 from jaxgemm.product import Product
 from jaxgemm.quantisation import dequantise, num_blocks
-from jaxgemm.recording import record_partitioned, record_plan
-from jaxgemm.scaled_product import ALGORITHMS, cut_blocks
+from jaxgemm.recording import record_plan
+from jaxgemm.scaled_product import ALGORITHMS
 from jaxgemm.stored import as_stored
 from pallas_kernels import compat
 from pallas_kernels.problem import (
@@ -77,6 +69,7 @@ class Ragged:
     batch_invariant: whether a row's result must not depend on other rows.
     target: the device to plan for; None for the device that runs it.
     out_sharding: sharding of the result on an explicit mesh, or None.
+    beside_collectives: whether those of other devices may run at the same time.
   """
 
   sums: bool
@@ -90,20 +83,22 @@ class Ragged:
   target: Target | None
   out_sharding: NamedSharding | None = None
   scaling: Literal["none", "rows", "blocks"] = "none"
+  beside_collectives: bool = False
+
+  whole = "rg"  # Which rows a group has is data.
 
   def replace(self, **changes) -> Ragged:
     return dataclasses.replace(self, **changes)
 
   @property
-  def groups(self) -> tuple[str, str, str]:
-    """The dimensions of lhs, rhs and the result: r are rows, g groups."""
-    if self.sums:
-      return "rm", "rn", "gmn"
-    return "rk", "gnk" if self.transposed else "gkn", "rn"
+  def result(self) -> str:
+    """The dimensions of the result: r are rows, g groups."""
+    return "gmn" if self.sums else "rn"
 
-  def of_operands(self, count: int) -> tuple[str, ...]:
+  def operands(self, count: int) -> tuple[str, ...]:
     """The dimensions of as many operands: q are blocks of k, p those of n."""
-    lhs, rhs, _ = self.groups
+    lhs = "rm" if self.sums else "rk"
+    rhs = "rn" if self.sums else "gnk" if self.transposed else "gkn"
     others = {"none": (rhs,), "rows": ("r", "gn"), "blocks": ("qr", "gqp")}
     return (lhs, rhs, "g", *others[self.scaling])[:count]
 
@@ -117,7 +112,7 @@ def bind(lhs, rhs, group_sizes, facts: Ragged) -> jax.Array:
   if not facts.sums:
     if facts.implementation is None and not facts.batch_invariant:
       attached = [x for x in [array_of(rhs)] if x is not None]
-    axes = tuple(facts.groups[1])
+    axes = tuple(facts.operands(2)[1])
     (stored,), found = as_stored([rhs], axes)
     if found[0] == "g":
       rhs, facts = stored, facts.replace(transposed=found[1] == "n")
@@ -133,7 +128,7 @@ def bind_scaled(lhs, rhs, group_sizes, rows, cols, facts: Ragged) -> jax.Array:
     rows, cols: the factors, [m] and [groups, n], or of blocks of k [blocks, m] and
       [groups, blocks, .], with one for every 128 of n.
   """
-  axes = tuple(facts.groups[1])
+  axes = tuple(facts.operands(2)[1])
   (stored,), found = as_stored([rhs], axes)
   if found[0] == "g":
     rhs, facts = stored, facts.replace(transposed=found[1] == "n")
@@ -147,7 +142,7 @@ def plan_of(lhs, rhs, group_sizes, *others, facts: Ragged) -> plans.Plan:
   Raises:
     ValueError: the named kernel, or one that is batch invariant, cannot serve.
   """
-  of_lhs, of_rhs, _ = facts.groups
+  of_lhs, of_rhs = facts.operands(2)
   sizes = dict(zip(of_lhs, lhs.shape, strict=True)) | dict(
       zip(of_rhs, rhs.shape, strict=True)
   )
@@ -208,7 +203,10 @@ def _on_one_device(*operands, facts: Ragged) -> jax.Array:
   record_plan(plan)
   if plan.kernel == "xla":
     return _by_xla(*operands, facts=facts)
-  launch = functools.partial(run, plan, device=device_of(facts.target))
+  launch = functools.partial(
+      run, plan, device=device_of(facts.target),
+      beside_collectives=facts.beside_collectives,
+  )
   lhs, rhs, group_sizes, *others = operands
   scales = ()
   if plan.problem.converts:
@@ -256,67 +254,9 @@ def _scaled_by_xla(lhs, rhs, group_sizes, rows, cols, *, facts: Ragged) -> jax.A
   return out.astype(facts.out_dtype)
 
 
-# -- Over several devices ----------------------------------------------------------
-
-
-@functools.lru_cache(maxsize=256)
-def _partitioned(facts: Ragged, num_operands: int):
-  """A function of the operands that XLA's partitioner knows how to shard."""
-  function = custom_partitioning(
-      with_arity(functools.partial(_by_xla, facts=facts), num_operands)
-  )
-  operands = ", ".join(map(" ".join, facts.of_operands(num_operands)))
-  function.def_partition(
-      functools.partial(_partition, facts),
-      sharding_rule=f"{operands} -> {' '.join(facts.groups[2])}",
-      reduction_factors=() if facts.sums else ("k",),
-      need_replication_factors=(
-          ("r", "g", "q", "p") if facts.scaling == "blocks" else ("r", "g")
-      ),
-  )
-  return function
-
-
-def _partition(facts: Ragged, mesh, operands, result):
-  """What each device computes, and how operands and result lie over the mesh.
-
-  Rows and groups are not cut: which rows a group has is data. Nor are blocks of scales.
-  """
-  names = facts.of_operands(len(operands))
-  arrays = [ShardedArray.of(*each) for each in zip(names, operands, strict=True)]
-  out, whole = ShardedArray.of(facts.groups[2], result), {"r", "g"}
-  if facts.scaling == "blocks":
-    whole |= cut_blocks((*arrays[:2], out), mesh)
-  lhs, rhs, out = (
-      dataclasses.replace(
-          each, parts={x: axes for x, axes in each.parts.items() if x not in whole}
-      )
-      for each in (*arrays[:2], out)
-  )
-  layout = choose_layout([lhs, rhs], [out], dict(mesh.shape))
-  (reduction,) = layout.reductions
-  # A block lies where its elements do.
-  parts = layout.parts | {
-      block: layout.parts.get(of, ()) for block, of in (("q", "k"), ("p", "n"))
-  }
-  local = facts
-  if emulates(facts.target):
-    # JAX loses the host callbacks of a partition, so XLA computes the shards.
-    local = facts.replace(target=None, implementation=None, config=None)
-
-  def compute(*operands):
-    return added(_on_one_device(*operands, facts=local), out, reduction)
-
-  return (
-      mesh, of_one_device(compute), sharding(mesh, out, layout.result_parts(0)),
-      tuple(sharding(mesh, array, parts) for array in arrays),
-  )
-
-
 # -- Rules and registrations -------------------------------------------------------
 
 
-# Without it: "Abstract evaluation for 'jaxgemm_ragged' not implemented".
 def _abstract_eval(lhs, rhs, group_sizes, *others, facts: Ragged):
   """The type of the product of one group, of all rows; of sums one for each group."""
   if facts.scaling == "none" and any(x.shape != rhs.shape for x in others):
@@ -349,41 +289,6 @@ def _with_dims(aval, shape, spec):
   )
 
 
-# Without them: "MLIR translation rule for primitive 'jaxgemm_ragged' not found".
-def _lower(ctx, *operands, facts: Ragged):
-  """For every platform but CUDA: XLA's product, or the kernel emulated."""
-  if emulates(facts.target):
-    return _lower_kernel(ctx, *operands, facts=facts)
-  return _lower_function(ctx, functools.partial(_by_xla, facts=facts), operands)
-
-
-def _lower_kernel(ctx, *operands, facts: Ragged):
-  num_devices, _, _ = compat.lowering_mesh(ctx)
-  function = functools.partial(_by_xla, facts=facts)
-  if are_known(size for aval in ctx.avals_in for size in aval.shape):
-    if num_devices == 1:
-      function = functools.partial(_on_one_device, facts=facts)
-    elif can_partition(ctx) and facts.implementation != "xla":
-      check_not_exported(ctx, num_devices)
-      record_partitioned()
-      function = _partitioned(facts, len(operands))
-  return _lower_function(ctx, function, operands)
-
-
-def _lower_function(ctx, function, operands):
-  # It knows nothing of the mesh in its operands' types: XLA's product has no rule for
-  # explicit axes, and what runs on one device has none.
-  local = ctx.replace(
-      avals_in=[jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]
-  )
-  lowered = mlir.lower_fun(of_one_device(function), multiple_results=False)
-  return [
-      compat.constrain_result(ctx, result, aval)
-      for result, aval in zip(lowered(local, *operands), ctx.avals_out, strict=True)
-  ]
-
-
-# Without it: "Differentiation rule for 'jaxgemm_ragged' not implemented".
 def _jvp(primals, tangents, *, facts: Ragged):
   lhs, rhs, group_sizes, *_ = primals
   terms = []
@@ -398,8 +303,6 @@ def _jvp(primals, tangents, *, facts: Ragged):
   return out, functools.reduce(ad.add_jaxvals, terms)
 
 
-# Without it: "Transpose rule (for reverse-mode differentiation) for 'jaxgemm_ragged' not
-# implemented".
 def _transpose(ct, lhs, rhs, group_sizes, *attached, facts: Ragged):
   """The cotangent of the operand that is undefined: a product of the other and `ct`."""
   index = 0 if ad.is_undefined_primal(lhs) else 1
@@ -443,7 +346,6 @@ def _gradient(
   return ragged_p.bind(lhs, rhs, group_sizes, facts=found)
 
 
-# Without it: "Batching rule for 'jaxgemm_ragged' not implemented".
 def _batch(operands, axes, *, facts: Ragged):
   """One product after the other: each has groups of its own, where they begin."""
   mapped = [
@@ -462,15 +364,14 @@ def _batch(operands, axes, *, facts: Ragged):
   return lax.map(one, mapped), 0
 
 
-ragged_p = Primitive("jaxgemm_ragged")
-scaled_ragged_p = Primitive("jaxgemm_scaled_ragged")
-for primitive in (ragged_p, scaled_ragged_p):
-  primitive.def_abstract_eval(_abstract_eval)
-  compat.computes_by_lowering(primitive)
-  mlir.register_lowering(primitive, _lower)
-  mlir.register_lowering(primitive, _lower_kernel, platform="cuda")
-  # Else jit hides its devices from lowering rules, and nothing can be partitioned.
-  compat.requires_devices(primitive)
-  batching.primitive_batchers[primitive] = _batch
+_define = functools.partial(
+    planned.define, by_xla=_by_xla, on_one_device=_on_one_device,
+    abstract_eval=_abstract_eval, batch=_batch,
+)
+ragged_p = _define("jaxgemm_ragged")
+scaled_ragged_p = _define("jaxgemm_scaled_ragged")
+# Without it: "Differentiation rule for 'jaxgemm_ragged' not implemented".
 ad.primitive_jvps[ragged_p] = _jvp
+# Without it: "Transpose rule (for reverse-mode differentiation) for 'jaxgemm_ragged' not
+# implemented".
 ad.primitive_transposes[ragged_p] = _transpose

@@ -9,31 +9,24 @@ derivatives: `scaled` gives those of the values.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 import dataclasses
 import functools
-import math
 from typing import Literal
 
 import jax
 from jax import lax
-from jax.experimental.custom_partitioning import custom_partitioning
-from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
 import jax.numpy as jnp
 
 from jaxgemm import plan as plans
+from jaxgemm import planned
 from jaxgemm.contexts import Target, device_of, emulates
 from jaxgemm.dims import Dims, are_known
 from jaxgemm.launch import run
-from jaxgemm.layouts import ShardedArray, choose_layout
 from jaxgemm.lowering import emulated_product
-from jaxgemm.partitioning import added, of_one_device, sharding, with_arity
-from jaxgemm.primitive import can_partition, check_not_exported, result_type
+from jaxgemm.primitive import result_type
 from jaxgemm.product import Product
 from jaxgemm.quantisation import dequantise, num_blocks
-from jaxgemm.recording import record_partitioned, record_plan
-from pallas_kernels import compat
+from jaxgemm.recording import record_plan
 from pallas_kernels.problem import SCALE_BLOCK, Config, Epilogue, Problem
 
 ALGORITHMS = {
@@ -41,11 +34,6 @@ ALGORITHMS = {
     ("float8_e5m2", "float8_e5m2"): "e5m2_f32",
     ("float8_e4m3fn", "float8_e5m2"): "e4m3_e5m2_f32",
     ("float8_e5m2", "float8_e4m3fn"): "e5m2_e4m3_f32",
-}
-# The dimensions of the operands: q are blocks of k, p those of n.
-_GROUPS = {
-    "rows": ("bmk", "bkn", "bm", "bn"),
-    "blocks": ("bmk", "bkn", "bqm", "bqp"),
 }
 
 
@@ -69,6 +57,14 @@ class Scaled:
   batch_invariant: bool
   target: Target | None
   beside_collectives: bool = False
+
+  whole = ""
+  result = "bmn"
+
+  def operands(self, count: int) -> tuple[str, ...]:
+    """The dimensions of the operands: q are blocks of k, p those of n."""
+    factors = {"rows": ("bm", "bn"), "blocks": ("bqm", "bqp")}[self.scaling]
+    return ("bmk", "bkn", *factors)[:count]
 
 
 def scaled_product(lhs, rhs, rows, cols, facts: Scaled) -> jax.Array:
@@ -139,115 +135,11 @@ def _by_xla(lhs, rhs, rows, cols, *, facts: Scaled) -> jax.Array:
   return out.astype(facts.out_dtype)
 
 
-# -- Over several devices ----------------------------------------------------------
-
-
-@functools.lru_cache(maxsize=256)
-def _partitioned(facts: Scaled):
-  """A function of the operands that XLA's partitioner knows how to shard."""
-  groups = _GROUPS[facts.scaling]
-  function = custom_partitioning(
-      with_arity(functools.partial(_by_xla, facts=facts), len(groups))
-  )
-  function.def_partition(
-      functools.partial(_partition, facts, groups),
-      sharding_rule=f"{', '.join(' '.join(group) for group in groups)} -> b m n",
-      reduction_factors=("k",),
-      need_replication_factors=("q", "p") if facts.scaling == "blocks" else (),
-  )
-  return function
-
-
-def _partition(facts: Scaled, groups, mesh, operands, result):
-  """What each device computes, and how operands and result lie over the mesh.
-
-  Blocks of k, and of n, are not cut: what would cut them lies whole.
-  """
-  arrays = [ShardedArray.of(*each) for each in zip(groups, operands, strict=True)]
-  out, whole = ShardedArray.of("bmn", result), set[str]()
-  if facts.scaling == "blocks":
-    whole = cut_blocks((*arrays[:2], out), mesh)
-  lhs, rhs, wanted = (
-      dataclasses.replace(
-          each, parts={x: axes for x, axes in each.parts.items() if x not in whole}
-      )
-      for each in (*arrays[:2], out)
-  )
-  layout = choose_layout([lhs, rhs], [wanted], dict(mesh.shape))
-  (reduction,) = layout.reductions
-  # A block lies where its elements do.
-  parts = layout.parts | {
-      block: layout.parts.get(of, ()) for block, of in (("q", "k"), ("p", "n"))
-  }
-  local = dataclasses.replace(facts, beside_collectives=True)
-  if emulates(facts.target):
-    # JAX loses the host callbacks of a partition, so XLA computes the shards.
-    local = dataclasses.replace(local, target=None, implementation=None, config=None)
-
-  def compute(*operands):
-    return added(_on_one_device(*operands, facts=local), out, reduction)
-
-  return (
-      mesh, of_one_device(compute), sharding(mesh, out, layout.result_parts(0)),
-      tuple(sharding(mesh, array, parts) for array in arrays),
-  )
-
-
-def cut_blocks(arrays: Sequence[ShardedArray], mesh) -> set[str]:
-  """Which of k and n some array has in shares that are not whole blocks."""
-  found = set()
-  for name in "kn":
-    for array in arrays:
-      count = math.prod(mesh.shape[axis] for axis in array.parts.get(name, ()))
-      if array.sizes.get(name, 0) % (count * SCALE_BLOCK):
-        found.add(name)
-  return found
-
-
-# -- Rules and registrations -------------------------------------------------------
-
-
-# Without it: "Abstract evaluation for 'jaxgemm_scaled' not implemented".
 def _abstract_eval(lhs, rhs, rows, cols, *, facts: Scaled):
   del rows, cols
   return result_type(lhs, rhs, Product(Dims(b=1), facts.out_dtype, "xla"))
 
 
-# Without them: "MLIR translation rule for primitive 'jaxgemm_scaled' not found".
-def _lower(ctx, *operands, facts: Scaled):
-  """For every platform but CUDA: XLA's products, or the kernel emulated."""
-  if emulates(facts.target):
-    return _lower_kernel(ctx, *operands, facts=facts)
-  return _lower_function(ctx, functools.partial(_by_xla, facts=facts), operands)
-
-
-def _lower_kernel(ctx, *operands, facts: Scaled):
-  num_devices, _, is_manual = compat.lowering_mesh(ctx)
-  function = functools.partial(_by_xla, facts=facts)
-  if are_known(size for aval in ctx.avals_in for size in aval.shape):
-    if num_devices == 1:
-      local = dataclasses.replace(facts, beside_collectives=is_manual)
-      function = functools.partial(_on_one_device, facts=local)
-    elif can_partition(ctx) and facts.implementation != "xla":
-      check_not_exported(ctx, num_devices)
-      record_partitioned()
-      function = _partitioned(facts)
-  # What runs on one device knows nothing of the mesh in its operands' types.
-  local = ctx.replace(
-      avals_in=[jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]
-  )
-  results = _lower_function(local, function, operands)
-  return [
-      compat.constrain_result(ctx, result, aval)
-      for result, aval in zip(results, ctx.avals_out, strict=True)
-  ]
-
-
-def _lower_function(ctx, function, operands):
-  return mlir.lower_fun(function, multiple_results=False)(ctx, *operands)
-
-
-# Without it: "Batching rule for 'jaxgemm_scaled' not implemented".
 def _batch(operands, axes, *, facts: Scaled):
   """The new batch joins the one that there is."""
   size = next(
@@ -263,11 +155,6 @@ def _batch(operands, axes, *, facts: Scaled):
   return out.reshape(size, batch, *out.shape[1:]), 0
 
 
-scaled_p = Primitive("jaxgemm_scaled")
-scaled_p.def_abstract_eval(_abstract_eval)
-compat.computes_by_lowering(scaled_p)
-mlir.register_lowering(scaled_p, _lower)
-mlir.register_lowering(scaled_p, _lower_kernel, platform="cuda")
-# Else jit hides its devices from lowering rules, and nothing can be partitioned.
-compat.requires_devices(scaled_p)
-batching.primitive_batchers[scaled_p] = _batch
+scaled_p = planned.define(
+    "jaxgemm_scaled", _by_xla, _on_one_device, _abstract_eval, _batch
+)
