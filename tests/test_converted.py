@@ -16,7 +16,7 @@ from jaxgemm.device import known_device
 from jaxgemm.recording import recording
 from pallas_kernels import compat
 from pallas_kernels.conversions import SOURCES
-from tests.kernel_cases import make_problem, small_config
+from tests.kernel_cases import make_problem, more, small_config
 from tests.product_cases import count_primitives, equations
 
 H200 = known_device("NVIDIA H200")
@@ -355,7 +355,8 @@ def test_values(name, emulated, rng):
   as_accurate(found, jax.jit(xla)(x, w), in_float64(xla, x, w))
 
 
-@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.slow
+@pytest.mark.parametrize("swapped", [False, more(True)])
 def test_an_emulated_kernel_gets_the_array(swapped, rng):
   """The plan's own problem, whichever operand the weights are."""
   x = jnp.asarray(rng.standard_normal((16, 512)), "bfloat16")
@@ -404,7 +405,8 @@ def test_the_array_moves_as_its_operand(subscripts, mapped, rng):
   as_accurate(found, xla, in_float64(computed(jnp, "float64"), *x))
 
 
-@pytest.mark.parametrize("axis", [0, 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", [0, more(2)])
 def test_an_emulated_kernel_gets_the_arrays_of_experts(axis, rng):
   x = jnp.asarray(rng.standard_normal((2, 16, 512)), "bfloat16")
   w = jnp.asarray(rng.integers(-128, 128, (2, 512, 2048)), "int8")

@@ -121,6 +121,7 @@ def test_transposed_matrices(dtype, rng):
   check_close(found, wanted, 1e-6 if dtype == "float32" else 3e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", more("float16")])
 def test_emulated_values(dtype, transposed, rng):
@@ -538,8 +539,9 @@ def test_what_is_left_to_xla_says_why(options, dtype, why, capsys):
 
 @pytest.mark.parametrize(
     ("dtype", "out", "kernel"),
-    [("float8_e4m3fn", "bfloat16", "grouped_m"), ("float8_e5m2", "float16", "grouped_m"),
-     ("float8_e4m3fn", "float32", "xla"), ("int8", "int32", "grouped_m"),
+    [more("float8_e4m3fn", "bfloat16", "grouped_m"),
+     ("float8_e5m2", "float16", "grouped_m"), ("float8_e4m3fn", "float32", "xla"),
+     pytest.param("int8", "int32", "grouped_m", marks=pytest.mark.slow),
      ("int8", "bfloat16", "xla"), ("float8_e4m3fn", None, "xla")],
 )
 def test_operands_in_8_bits(dtype, out, kernel, rng):

@@ -307,6 +307,7 @@ def test_empty_products(m, n, k, cotangent_dtype):
     np.testing.assert_array_equal(found, np.zeros(operand.shape))
 
 
+@pytest.mark.slow
 def test_data_parallel_gradients(rng):
   """Of shards, and of operands that lie so on a mesh with explicit axes."""
   devices = np.array(jax.devices("cpu")[:4])
