@@ -18,6 +18,8 @@ from jaxgemm import reference
 from jaxgemm.device import known_device
 from pallas_kernels import compat
 
+pytestmark = pytest.mark.slow  # The other JAX version need not run them too.
+
 GPU = cli.Platform(True, H200, "NVIDIA H200")
 
 

@@ -14,6 +14,8 @@ from experiments import (
 )
 from pallas_kernels.problem import Problem
 
+pytestmark = pytest.mark.slow  # The other JAX version need not run them too.
+
 
 @pytest.fixture(scope="module")
 def tf32():

@@ -142,10 +142,10 @@ ROWS = (
     more(dict(tile_m=128, consumers=2), {}),
     more(dict(tile_n=128, consumers=2, wg_dim="n"), {}),
     (dict(consumers=2, wg_dim="tile"), {}),
-    (dict(tile_m=256, consumers=2), {}),  # Two strips of 64 rows a warpgroup.
-    (dict(cluster_n=2), {}),
+    more(dict(tile_m=256, consumers=2), {}),  # Two strips of 64 rows a warpgroup.
+    more(dict(cluster_n=2), {}),
     (dict(promote=1), dict(out_dtype="float32")),
-    (dict(SWAP, tile_n=32), dict(dtype="float16")),
+    more(dict(SWAP, tile_n=32), dict(dtype="float16")),
     (dict(tile_k=128, promote=1), dict(dtype="float8_e4m3fn", out_dtype="float32")),
     more(dict(tile_k=128), dict(dtype="float8_e5m2", out_dtype="bfloat16")),
     more(dict(SWAP, tile_k=128), dict(dtype="float8_e4m3fn", out_dtype="float16")),
@@ -153,7 +153,7 @@ ROWS = (
     (dict(SWAP, cluster_m=2), {}),
     more(dict(SWAP, consumers=2, wg_dim="tile"), {}),
     more(dict(SWAP, tile_n=24, tile_m=128, consumers=2, promote=1), {}),
-    (dict(SWAP, tile_n=72), {}),  # Pieces that have rows in common.
+    more(dict(SWAP, tile_n=72), {}),  # Pieces that have rows in common.
     more(dict(SWAP, tile_n=144, tile_m=128, consumers=2), {}),
     more(dict(tile_n=80), dict(dtype="float16")),
     more(dict(tile_m=192, consumers=3, cluster_n=4), {}),

@@ -12,6 +12,8 @@ from pallas_kernels.halves_of import ENDLESS, LOSES, SMALL
 from tests import kernel_cases
 from tests.kernel_cases import make_problem
 
+pytestmark = pytest.mark.slow  # The other JAX version need not run them too.
+
 SHAPES = [(1, 3, 128), (2, 8, 128), (2, 16, 256), (1, 32, 384), (3, 48, 1536)]
 
 

@@ -16,6 +16,8 @@ import pytest
 from experiments.lab import markdown, page, roofline, rows, tables
 from experiments.lab.questions import QUESTIONS
 
+pytestmark = pytest.mark.slow  # The other JAX version need not run them too.
+
 
 @pytest.fixture(scope="module")
 def answers():

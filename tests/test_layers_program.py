@@ -14,6 +14,8 @@ import pytest
 from experiments import blocks, layers, models, spellings, two_ways
 import jaxgemm
 
+pytestmark = pytest.mark.slow  # The other JAX version need not run them too.
+
 
 def run(tmp_path, *arguments, program=layers):
   with flagsaver.flagsaver():

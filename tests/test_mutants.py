@@ -11,6 +11,8 @@ import pytest
 from experiments import mutants
 from tests.kernel_cases import more
 
+pytestmark = pytest.mark.slow  # The other JAX version need not run them too.
+
 
 def test_sites_are_found_and_named_apart():
   names = [site.name for site in mutants.sites()]

@@ -14,6 +14,8 @@ import pytest
 from experiments import ragged, ragged_pallas
 from experiments.ragged_pallas import Row
 
+pytestmark = pytest.mark.slow  # The other JAX version need not run them too.
+
 
 def test_what_compiles_and_agrees_is_timed():
   values = ragged.draw(ragged.SMALL[0], 0)

@@ -13,6 +13,8 @@ import pytest
 from experiments import cli, gate, progress, report, suites, summary
 from pallas_kernels.problem import Problem
 
+pytestmark = pytest.mark.slow  # The other JAX version need not run them too.
+
 
 def test_row_of_a_timed_result():
   row = make_row(

@@ -19,6 +19,8 @@ import jaxgemm
 from jaxgemm import reference
 from pallas_kernels import compat
 
+pytestmark = pytest.mark.slow  # The other JAX version need not run them too.
+
 GPU = cli.Platform(True, H200, "NVIDIA H200")
 FLOPS = kernel.RESIDENT.flops  # Of a k tile.
 SIZES = [

@@ -16,6 +16,8 @@ from pallas_kernels import epilogue as epilogues
 from pallas_kernels import run_stores, tiles
 from tests.kernel_cases import lowered, make_problem, small_config
 
+pytestmark = pytest.mark.slow  # The other JAX version need not run them too.
+
 ITEMSIZE = 2
 
 

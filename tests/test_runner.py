@@ -26,6 +26,8 @@ import jaxgemm
 from pallas_kernels import KERNELS, triton
 from pallas_kernels.problem import Problem
 
+pytestmark = pytest.mark.slow  # The other JAX version need not run them too.
+
 
 def _runner(candidates) -> runner.Runner:
   return runner.Runner(

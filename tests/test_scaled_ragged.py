@@ -67,7 +67,7 @@ BLOCKS = {
     ("name", "emulated"),
     [
         *((name, False) for name in BLOCKS),
-        pytest.param("blocks", True, marks=pytest.mark.slow),
+        more("blocks", True),
         *(more(name, True) for name in BLOCKS if name != "blocks"),
     ],
 )

@@ -18,6 +18,8 @@ import pytest
 from experiments import sharded
 from experiments.collectives import collectives
 
+pytestmark = pytest.mark.slow  # The other JAX version need not run them too.
+
 ROOT = pathlib.Path(__file__).parent.parent
 
 

@@ -18,6 +18,8 @@ from pallas_kernels.problem import Epilogue
 from tests import kernel_cases
 from tests.kernel_cases import check, lowered, make_problem, small_config
 
+pytestmark = pytest.mark.slow  # The other JAX version need not run them too.
+
 FIELDS = kernel_cases.SKEWED_FIELDS
 
 

@@ -11,6 +11,8 @@ import pytest
 from experiments import cli, model_shapes, suites
 from pallas_kernels.problem import ALGORITHM_OF_DTYPE, Problem
 
+pytestmark = pytest.mark.slow  # The other JAX version need not run them too.
+
 
 @pytest.mark.parametrize(
     "cases",

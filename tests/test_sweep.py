@@ -16,6 +16,8 @@ from jaxgemm import cost_model, heuristics, xla_times
 from jaxgemm.cost_constants import MODEL
 from pallas_kernels import KERNELS
 
+pytestmark = pytest.mark.slow  # The other JAX version need not run them too.
+
 
 def _swept(case, time_us_of) -> list[sweep.SweepRow]:
   """Rows of a sweep; time_us_of(kernel, config) gives the times, None a failure."""

@@ -12,6 +12,8 @@ import pytest
 from experiments import timing
 from jaxgemm.autotune import profile
 
+pytestmark = pytest.mark.slow  # The other JAX version need not run them too.
+
 
 def test_interleaved_sums_the_kernels_of_each_call(gpu):
   sets = [(jnp.full(2, i),) for i in range(3)]

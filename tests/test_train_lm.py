@@ -15,6 +15,8 @@ from experiments import blocks, corpus, gpt2, kernel_count, train_lm, transforme
 import jaxgemm
 from jaxgemm.autotune import profile
 
+pytestmark = pytest.mark.slow  # The other JAX version need not run them too.
+
 TINY = transformer.Config(layers=1, width=16, heads=2, vocabulary=256, sequence=16)
 TRAINING = train_lm.Training(steps=3, batch=4, learning_rate=0.01, seed=0)
 

@@ -9,6 +9,8 @@ from jaxgemm.device import known_device
 from pallas_kernels.problem import Problem
 from tests import kernel_cases
 
+pytestmark = pytest.mark.slow  # The other JAX version need not run them too.
+
 H200 = known_device("NVIDIA H200")
 
 
