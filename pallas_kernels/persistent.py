@@ -236,16 +236,18 @@ def run(
         def finish():
           ring.finish(refs, step=local * k_steps + k_steps - 1)
 
-        def block_factors(k_step):
-          return scales.block_factors(
-              refs, shape=wg_tile_shape, batch=of_batch, block=k_step,
-              row=m + share.row, col=n + share.col,
+        if in_blocks:
+          factors = scales.BlockFactors(
+              refs, wg_tile_shape, of_batch, row=m + share.row, col=n + share.col
           )
-
-        if split is None:
+          acc = accumulate.sum_of_blocks(
+              multiply, factors, shape=wg_tile_shape, k_steps=k_steps,
+              dtype=problem.acc_dtype,
+          )
+        elif split is None:
           acc = accumulate.sum_over_k(
               multiply, shape=wg_tile_shape, k_steps=k_steps, promote=config.promote,
-              dtype=problem.acc_dtype, factors=block_factors if in_blocks else None,
+              dtype=problem.acc_dtype,
           )
         elif specialised.overlaps(call.result, config):
           acc = accumulate.sum_of_groups(

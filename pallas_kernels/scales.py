@@ -93,20 +93,41 @@ def pad_block_scales(
   return padded
 
 
-def block_factors(
-    refs: Mapping[str, Ref], *, shape: tuple[int, int], batch, block, row, col
-):
-  """The factors [rows, cols] of the sums of k block `block` at (row, col)."""
-  rows_of, cols_of = (
-      refs[name].at[batch if refs[name].shape[0] > 1 else 0, block]
-      for name in (ROWS, COLS)
-  )
-  factors = plgpu.load(
-      rows_of.at[pl.ds(row, shape[0])], layout=plgpu.Layout.WGMMA.reduce(1),
-      optimized=False,
-  )
-  factors = factors * cols_of[lax.div(col, jnp.int32(SCALE_BLOCK))]
-  return lax.broadcast_in_dim(factors, shape, (0,))
+@dataclasses.dataclass(frozen=True)
+class BlockFactors:
+  """The factors of a warpgroup's sums of k tiles, in the order of k.
+
+  Loaded a k tile ahead (`load`, then `apply`), so that no product waits for them: from
+  the L2 they take longer than the tensor cores do.
+
+  Attributes:
+    refs: the arrays of `pad_block_scales`.
+    shape: rows and columns of the sums.
+    batch, row, col: of which product, and where they begin.
+  """
+
+  refs: Mapping[str, Ref]
+  shape: tuple[int, int]
+  batch: Any
+  row: Any
+  col: Any
+
+  def load(self, block) -> tuple[Any, Any]:
+    """Those of k block `block`: of each row, and of the columns."""
+    rows_of, cols_of = (
+        self.refs[name].at[self.batch if self.refs[name].shape[0] > 1 else 0, block]
+        for name in (ROWS, COLS)
+    )
+    rows = plgpu.load(
+        rows_of.at[pl.ds(self.row, self.shape[0])], layout=plgpu.Layout.WGMMA.reduce(1),
+        optimized=False,
+    )
+    return rows, cols_of[lax.div(self.col, jnp.int32(SCALE_BLOCK))]
+
+  def apply(self, factors: tuple[Any, Any], sums):
+    """The factors that `load` gave times the sums [rows, cols] of that block."""
+    rows, of_cols = factors
+    return lax.broadcast_in_dim(rows * of_cols, self.shape, (0,)) * sums
 
 
 def check_blocks(wg_tile: tuple[int, int], promote: int, tile_k: int) -> str | None:
