@@ -83,7 +83,7 @@ def sum_over_k(
   wgmma accumulator `acc`, of dtype `dtype`.
   """
   def part(first, count):
-    return _registers(lambda acc: multiply(acc, first, count), shape, dtype)[0]
+    return _registers(lambda acc: multiply(acc, first, count), shape, dtype)
 
   known = isinstance(k_steps, int)
   if not promote or known and promote >= k_steps:
@@ -99,39 +99,30 @@ def sum_over_k(
   return total + part(jnp.int32(rounds * promote), rest)
 
 
-def sum_of_tiles(
-    multiply: Callable[[Ref, Any], Any], *, place: Any, shape: tuple[int, int],
-    k_steps: int, dtype: str = "float32", factors: BlockFactors | None = None,
+def sum_of_blocks(
+    multiply: Callable[[Ref, Any, int], None], factors: BlockFactors, *,
+    shape: tuple[int, int], k_steps: int, dtype: str = "float32",
 ):
-  """Returns the sum [rows, cols] over `k_steps` k tiles, promoted after each of them.
+  """Returns the sum [rows, cols] over `k_steps` k tiles, the sums of each times factors.
 
-  `multiply(acc, place)` adds the k tile that is at `place` to the wgmma accumulator
-  `acc`, and returns the place of the next; `factors` are those of the sums of each, if
-  these have some.
-
-  The factors of the next k tile are on their way while one is multiplied. A turn has two
-  k tiles, as what a loop hands on is moved to other registers: ptxas does that between
-  the wgmma of a k tile, and waits there for what has not arrived (4096x2048x7168 in 64
-  groups: 352 us with factors loaded when their k tile begins, 364 a k tile ahead, 296 so;
-  279 with the same factors for all).
+  `multiply` is that of `sum_over_k`. The factors of the next k tile are on their way
+  while one is multiplied. A turn has two k tiles, as what is handed on by a loop is moved
+  to other registers: ptxas does that between the wgmma of a k tile, and waits there for
+  what has not arrived (4096x2048x7168 in 64 groups: 352 us with factors loaded when their
+  k tile begins, 364 a k tile ahead, 296 so; 279 with the same factors for all).
   """
   last = jnp.int32(k_steps - 1)
 
   def add(k_tile, carry):
-    total, place, of_this = carry
-    of_next = None
-    if factors is not None:
-      of_next = factors.load(jnp.minimum(k_tile + 1, last))
-    sums, place = _registers(lambda acc: multiply(acc, place), shape, dtype)
-    if factors is not None:
-      sums = factors.apply(of_this, sums)
-    return total + sums, place, of_next
+    total, of_this = carry
+    of_next = factors.load(jnp.minimum(k_tile + 1, last))
+    sums = _registers(lambda acc: multiply(acc, k_tile, 1), shape, dtype)
+    return total + factors.apply(of_this, sums), of_next
 
-  first = None if factors is None else factors.load(jnp.int32(0))
   carry = lax.fori_loop(
       jnp.int32(0), jnp.int32(k_steps // 2),
       lambda i, carry: add(2 * i + 1, add(2 * i, carry)),
-      (zeros(shape, dtype), place, first),
+      (zeros(shape, dtype), factors.load(jnp.int32(0))),
   )
   if k_steps % 2:
     carry = add(last, carry)
@@ -154,9 +145,7 @@ def sum_of_parts(
   def add(k_tile, sums):
     total, rest = sums
     for index, group in enumerate(of.groups):
-      found, _ = _registers(
-          lambda acc, index=index: multiply(acc, k_tile, index), shape
-      )
+      found = _registers(lambda acc, index=index: multiply(acc, k_tile, index), shape)
       if group is of.groups[-1]:
         if apart:
           total, rest = two_sum(total, rest, found)
@@ -283,13 +272,13 @@ def _smaller(sums, of: parts.Parts):
 
 
 def _registers(
-    multiply: Callable[[Ref], Any], shape: tuple[int, int], dtype: str = "float32"
-) -> tuple[Any, Any]:
-  """What `multiply` leaves in a wgmma accumulator that was zero, and what it returns."""
+    multiply: Callable[[Ref], None], shape: tuple[int, int], dtype: str = "float32"
+):
+  """What `multiply` leaves in a wgmma accumulator that was zero."""
 
   def run(acc):
-    result = multiply(acc)
-    return lax.optimization_barrier(acc[...]), result
+    multiply(acc)
+    return lax.optimization_barrier(acc[...])
 
   return pl.run_scoped(run, plgpu.ACC(shape, jnp.dtype(dtype)))
 

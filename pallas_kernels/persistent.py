@@ -177,7 +177,6 @@ def run(
   if split is not None and not ring.lhs.emulated:
     lost = split.lost * config.tile_k * max(config.promote, 1) / 64
   in_blocks = call.result.epilogue.scaling == "blocks"
-  promotes_each = config.promote == 1 and split is None and not ring.lhs.in_registers
   teams = specialised.num_teams(config)
   grid = grid or ClusterGrid.of(
       problem, config, num_sms=num_sms, copies=copies, rounds=rounds
@@ -237,18 +236,13 @@ def run(
         def finish():
           ring.finish(refs, step=local * k_steps + k_steps - 1)
 
-        if promotes_each:
-          factors = None
-          if in_blocks:
-            factors = scales.BlockFactors(
-                refs, wg_tile_shape, of_batch, row=m + share.row, col=n + share.col
-            )
-          acc = accumulate.sum_of_tiles(
-              lambda acc, slot: ring.consume_slot(
-                  acc, refs, slot, first_step=local * k_steps, **starts
-              ),
-              place=ring.slot(local * k_steps), shape=wg_tile_shape, k_steps=k_steps,
-              dtype=problem.acc_dtype, factors=factors,
+        if in_blocks:
+          factors = scales.BlockFactors(
+              refs, wg_tile_shape, of_batch, row=m + share.row, col=n + share.col
+          )
+          acc = accumulate.sum_of_blocks(
+              multiply, factors, shape=wg_tile_shape, k_steps=k_steps,
+              dtype=problem.acc_dtype,
           )
         elif split is None:
           acc = accumulate.sum_over_k(

@@ -123,8 +123,7 @@ class Ring:
     local = lax.div(jnp.int32(first_step), jnp.int32(self.k_steps))
     return lax.rem(local, jnp.int32(self._num_lhs_slots))
 
-  def slot(self, step):
-    """The slot of a step."""
+  def _slot(self, step):
     return lax.rem(step, jnp.int32(self.num_stages))
 
   def _after(self, slot, steps: int = 1):
@@ -154,7 +153,7 @@ class Ring:
 
   def _barrier(self, barriers: Ref, step) -> Ref:
     """The one of `barriers` that belongs to the slot and the team of `step`."""
-    return barriers.at[self.slot(step) + self._team(step) * self.num_stages]
+    return barriers.at[self._slot(step) + self._team(step) * self.num_stages]
 
   def produce(self, lhs_gmem, rhs_gmem, refs, *, producer, local, batch, m, n, k):
     """Loads the share of one producer of the `local`-th tile of this CTA.
@@ -183,7 +182,7 @@ class Ring:
 
     count = lax.div(self.k_steps - first + turns - 1, turns)
     step = first_step + first
-    places = self.slot(step), self._read_before(step)
+    places = self._slot(step), self._read_before(step)
     lax.fori_loop(jnp.int32(0), count, load, places)
 
   def fill(
@@ -245,25 +244,9 @@ class Ring:
 
       return self._after(slot), slot
 
-    first = self.slot(jnp.int32(first_step))
+    first = self._slot(jnp.int32(first_step))
     lax.fori_loop(jnp.int32(0), jnp.int32(num_steps), multiply, (first, first))
     self.finish(refs, step=first_step + num_steps - 1)
-
-  def consume_slot(self, acc, refs, slot, *, first_step, lhs_start, rhs_start):
-    """acc += the product of one slot, which is let go; returns the next one.
-
-    It is one of the tile whose first step is `first_step`. For loops of one slot a turn:
-    its place by the number of its step is a division of 64 bits.
-    """
-    barriers = self._team(first_step) * self.num_stages
-    plgpu.barrier_wait(refs["full"].at[slot + barriers])
-    operand_tiles.multiply(
-        acc, self.prepared, (refs["lhs_slots"], refs["rhs_slots"]), slot,
-        lhs_start=lhs_start, rhs_start=rhs_start,
-    )
-    plgpu.wgmma_wait(0)
-    plgpu.barrier_arrive(refs["empty"].at[slot + barriers])
-    return self._after(slot)
 
   def _consume_fragments(self, acc, refs, *, first_step, num_steps, start, tile):
     """The same, of lhs that goes through registers.
@@ -301,7 +284,7 @@ class Ring:
       following = self._after(slot)
       return following, multiply(slot, loaded, (following, i + 1))
 
-    first, zero = self.slot(jnp.int32(first_step)), jnp.int32(0)
+    first, zero = self._slot(jnp.int32(first_step)), jnp.int32(0)
     if self.num_stages < _ENOUGH_TO_LOAD_AHEAD:
       lax.fori_loop(zero, jnp.int32(num_steps), alone, first)
       return
@@ -323,7 +306,7 @@ class Ring:
     lhs_parts = None
     if self.splits_lhs:
       lhs_parts = lhs_registers.load(
-          self.lhs, refs, self.slot(step), lhs_start,
+          self.lhs, refs, self._slot(step), lhs_start,
           wg=lax.div(lhs_start, jnp.int32(lhs_registers.ROWS)),
           turn=lax.rem(step, jnp.int32(2)),
       )
@@ -331,12 +314,12 @@ class Ring:
       for pair in group.pairs:
         if lhs_parts is None:
           count = operand_tiles.multiply(
-              acc, self.prepared, slots, self.slot(step), lhs_start=lhs_start,
+              acc, self.prepared, slots, self._slot(step), lhs_start=lhs_start,
               rhs_start=rhs_start, parts=pair,
           )
         else:
           count, (part, other) = 1, pair
-          rhs = self.rhs.view(slots[1], self.slot(step), rhs_start, acc.shape[1], other)
+          rhs = self.rhs.view(slots[1], self._slot(step), rhs_start, acc.shape[1], other)
           plgpu.wgmma(acc, lhs_parts[part], rhs)
         issued.append(count)
     late = sum(len(group.pairs) for group in groups[len(groups) - in_flight :])
@@ -363,7 +346,7 @@ class Ring:
     slots = refs["lhs_slots"], refs["rhs_slots"]
     for pair in pairs:
       operand_tiles.multiply(
-          acc, self.prepared, slots, self.slot(step), lhs_start=lhs_start,
+          acc, self.prepared, slots, self._slot(step), lhs_start=lhs_start,
           rhs_start=rhs_start, parts=pair,
       )
     plgpu.wgmma_wait(0)
