@@ -22,6 +22,7 @@ from jaxgemm.arguments import (
   check_broadcasts,
   check_numbers,
   check_real,
+  common_dtype,
   times,
 )
 from jaxgemm.contexts import device_of
@@ -295,14 +296,11 @@ def _promoted(name: str, a, b, preferred_element_type=None):
 def _common_dtype(name: str, a, b, preferred_element_type):
   """The dtype that JAX promotes both to; None if there is none, nor need be."""
   try:
-    return jnp.result_type(a, b)
-  except ValueError:  # JAX's own names no argument.
+    return common_dtype(name, ", or give preferred_element_type", a=a, b=b)
+  except ValueError:
     if preferred_element_type is not None:
       return None
-    raise ValueError(
-        f"{name}: a is {a.dtype} and b {b.dtype}, which JAX promotes to no common dtype:"
-        " convert one of them, or give preferred_element_type"
-    ) from None
+    raise
 
 
 def _gives_weak(a, b) -> bool:

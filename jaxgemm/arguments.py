@@ -48,6 +48,24 @@ def as_dtype(name: str, value: Any) -> np.dtype:
   return dtype
 
 
+def common_dtype(function: str, hint: str = "", **operands: Any) -> np.dtype:
+  """The dtype that JAX promotes two arrays, or dtypes, to; by their arguments' names.
+
+  Raises:
+    ValueError: there is none. JAX's own error names no argument.
+  """
+  try:
+    return jnp.result_type(*operands.values())
+  except ValueError:
+    (one, its), (other, others) = (
+        (name, getattr(x, "dtype", x)) for name, x in operands.items()
+    )
+    raise ValueError(
+        f"{function}: {one} is {its} and {other} {others}, which JAX promotes to no"
+        f" common dtype: convert one of them{hint}"
+    ) from None
+
+
 def at_least_float32(dtype: np.dtype) -> np.dtype:
   """The dtype, or float32 if that is wider or the dtype one of integers."""
   if jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize >= 4:

@@ -31,12 +31,13 @@ from jaxgemm.contraction import product_of
 from jaxgemm.dims import Axes, label_axes
 from jaxgemm.primitive import gemm_p
 from jaxgemm.product import Product
-from jaxgemm.ragged_product import Ragged, ragged_p
+from jaxgemm.ragged_product import Ragged, algorithm_of, ragged_p
 from pallas_kernels import compat
 from pallas_kernels.problem import NONE
 
 _FLOATS = "float16", "bfloat16", "float32"  # Of operands, and of what is fused.
-_GROUPED = "float16", "bfloat16"  # Of operands whose rows are in groups.
+_SUMMED = "float16", "bfloat16"  # Of operands whose sums are of groups of rows,
+_GROUPED = *_SUMMED, "int8", "float8_e4m3fn", "float8_e5m2"  # and whose rows are.
 _Users = dict[Var, list[int | None]]  # Of a variable: equations, None for the results.
 _Maker = Callable[[Var], JaxprEqn | None]  # Of a variable: the equation.
 
@@ -432,21 +433,20 @@ def _grouped(index: int, equation: JaxprEqn) -> RaggedChain | None:
     return None
   if params.get("group_offset") is not None or params.get("out_sharding") is not None:
     return None
-  precision = compat.canonicalize_precision(params["precision"])
-  out_dtype = equation.outvars[0].aval.dtype.name
-  _, reason = precisions.choose_algorithm(
-      lhs.dtype.name, rhs.dtype.name, out_dtype, precision
+  invariant = is_batch_invariant() and not form["sums"]
+  facts = Ragged(
+      **form, out_dtype=equation.outvars[0].aval.dtype.name,
+      precision=compat.canonicalize_precision(params["precision"]), implementation=None,
+      config=None, must_serve=True, batch_invariant=invariant, target=current_target(),
   )
-  if lhs.dtype.name not in _GROUPED:
+  n = rhs.shape[1 if form["sums"] or form["transposed"] else 2]
+  _, reason = algorithm_of(lhs, rhs, n=n, facts=facts)
+  if lhs.dtype.name not in (_SUMMED if form["sums"] else _GROUPED):
     reason = reason or f"no kernel multiplies groups of rows of {lhs.dtype}"
-  if reason and is_batch_invariant() and not form["sums"]:
+  if reason and invariant:
     raise ValueError(f"batch_invariant: XLA's product is not: {reason}")
   if reason:
     return None
-  facts = Ragged(
-      **form, out_dtype=out_dtype, precision=precision, implementation=None, config=None,
-      must_serve=True, batch_invariant=is_batch_invariant(), target=current_target(),
-  )
   return RaggedChain(index, index, frozenset([index]), facts)
 
 
@@ -471,7 +471,8 @@ def _turned(chain: RaggedChain, index: int, equation: JaxprEqn) -> RaggedChain |
     return None
   if name == "convert_element_type":
     widened = result.dtype.itemsize >= jnp.dtype(facts.out_dtype).itemsize
-    if widened or result.dtype.name not in _FLOATS:
+    floats = {facts.out_dtype, result.dtype.name} <= set(_FLOATS)
+    if widened or not floats:  # Of int8 the kernel has int32 alone.
       return None
     facts = facts.replace(out_dtype=result.dtype.name)
   elif name == "transpose" and facts.sums:

@@ -55,11 +55,11 @@ def is_batch_invariant() -> bool:
 def batch_invariant(enabled: bool = True) -> contextlib.AbstractContextManager[None]:
   """Within this context, a row's result does not depend on how many others there are.
 
-  Of each product with one lhs (matmul, dot_general, gemm, einsum, scaled_matmul and the
-  layers) a row has the same bits whatever m is, and at whatever place it stands; so have
-  the gradients of lhs. A gradient of rhs is a sum over all rows. Products that no kernel
-  can give this for (dtypes, precisions and devices that are left to XLA) raise
-  ValueError. What it costs is that k is not split: see README.md.
+  Of each product with one lhs (matmul, dot_general, gemm, einsum, scaled_matmul, the
+  layers, and those of groups of rows) a row has the same bits whatever m is, and at
+  whatever place it stands; so have the gradients of lhs. A gradient of rhs is a sum over
+  all rows. Products that no kernel can give this for (dtypes, precisions and devices that
+  are left to XLA) raise ValueError. What it costs is that k is not split: see README.md.
 
   Args:
     enabled: False for what a context around this one has set.

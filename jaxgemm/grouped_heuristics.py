@@ -11,15 +11,11 @@ import dataclasses
 import functools
 import math
 
-import jax.numpy as jnp
-
 from jaxgemm import cost_model, heuristics
 from jaxgemm.device import Device
 from jaxgemm.heuristics import Candidate
 from pallas_kernels import GROUPED_KERNELS, grouped_m, persistent, tiles
 from pallas_kernels.problem import PersistentConfig, Problem
-
-_MOST_TRUNCATED = 64  # k tiles of float8 that are summed up without promotion.
 
 
 @functools.lru_cache(maxsize=256)
@@ -74,18 +70,5 @@ def _configs(
   ]
   # Promotion follows from all rows of sums: what a group has is data.
   steps = tiles.cdiv(problem.k, tiles.swizzle_elems(problem.dtype))
-  promote = max(heuristics.promotion(problem, steps), _of_float8(problem, steps))
+  promote = heuristics.promotion(problem, steps)
   return [dataclasses.replace(config, promote=promote) for config in found]
-
-
-def _of_float8(problem: Problem, steps: int) -> int:
-  """The `promote` that float8 needs, of whose sums the tensor cores keep 14 bits.
-
-  XLA's sums in groups are float32. To 1000 of k truncation has an error of 6e-4, of 8192
-  2e-3; rounding to bfloat16 1.7e-3, to float16 2.8e-4.
-  """
-  if jnp.dtype(problem.dtype).itemsize > 1 or problem.dtype == "int8":
-    return 0
-  if problem.out_dtype == "float16":
-    return 1
-  return _MOST_TRUNCATED // 4 if steps > _MOST_TRUNCATED else 0

@@ -7,6 +7,7 @@ and by XLA elsewhere. What else several primitives' rules have in common is here
 from __future__ import annotations
 
 from collections.abc import Callable
+import math
 from typing import Any
 
 import jax
@@ -49,6 +50,15 @@ def lower_local(ctx, function, operands, *, multiple_results: bool = False):
       compat.constrain_result(ctx, result, aval)
       for result, aval in zip(lowered(local, *operands), ctx.avals_out, strict=True)
   ]
+
+
+def check_invariant(ctx, batch_invariant: bool, where: str) -> None:
+  """Raises where no kernel can run, which `where` says, and XLA's product must not."""
+  if batch_invariant and all(math.prod(aval.shape) for aval in ctx.avals_in):
+    raise ValueError(
+        f"batch_invariant: no kernel serves {where}; those that are need an NVIDIA GPU of"
+        " compute capability 9.0 (Hopper), or jaxgemm.emulate()"
+    )
 
 
 def can_partition(ctx) -> bool:

@@ -23,6 +23,7 @@ from jaxgemm.dims import are_known
 from jaxgemm.layouts import ShardedArray, choose_layout
 from jaxgemm.lowering_rules import (
   can_partition,
+  check_invariant,
   check_not_exported,
   lower_local,
   register,
@@ -42,6 +43,7 @@ class Facts(Protocol):
   Attributes:
     scaling: "blocks" where blocks of k and n have scales, which are not cut.
     implementation, config, target: as of the user's call.
+    batch_invariant: whether a row's result must not depend on other rows.
     beside_collectives: whether those of other devices may run at the same time.
     whole: the dimensions that are never cut.
     result: the dimensions of the result, a letter each.
@@ -51,6 +53,7 @@ class Facts(Protocol):
   implementation: str | None
   config: Any
   target: Target | None
+  batch_invariant: bool
   beside_collectives: bool
   whole: str
   result: str
@@ -90,23 +93,28 @@ def define(
   return primitive
 
 
-def _lower_xla(rules: _Rules, ctx, *operands, facts: Facts):
+def _lower_xla(
+    rules: _Rules, ctx, *operands, facts: Facts, where: str = "on this platform"
+):
+  check_invariant(ctx, facts.batch_invariant, where)
   return _lower(ctx, functools.partial(rules.by_xla, facts=facts), operands)
 
 
 def _lower_kernel(rules: _Rules, ctx, *operands, facts: Facts):
   """For CUDA (or emulated): the planned kernel, on each device's shards."""
   num_devices, _, is_manual = compat.lowering_mesh(ctx)
-  if are_known(size for aval in ctx.avals_in for size in aval.shape):
-    if num_devices == 1:
-      local = dataclasses.replace(facts, beside_collectives=is_manual)
-      function = functools.partial(rules.on_one_device, facts=local)
-      return _lower(ctx, function, operands)
-    if can_partition(ctx) and facts.implementation != "xla":
-      check_not_exported(ctx, num_devices)
-      record_partitioned()
-      return _lower(ctx, _partitioned(rules, facts, len(operands)), operands)
-  return _lower_xla(rules, ctx, *operands, facts=facts)
+  by_xla = functools.partial(_lower_xla, rules, ctx, *operands, facts=facts)
+  if not are_known(size for aval in ctx.avals_in for size in aval.shape):
+    return by_xla(where="symbolic sizes")
+  if num_devices == 1:
+    local = dataclasses.replace(facts, beside_collectives=is_manual)
+    function = functools.partial(rules.on_one_device, facts=local)
+    return _lower(ctx, function, operands)
+  if can_partition(ctx) and facts.implementation != "xla":
+    check_not_exported(ctx, num_devices)
+    record_partitioned()
+    return _lower(ctx, _partitioned(rules, facts, len(operands)), operands)
+  return by_xla(where="over several devices")
 
 
 def _lower(ctx, function, operands):

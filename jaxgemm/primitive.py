@@ -36,6 +36,7 @@ from jaxgemm.lowering import (
 )
 from jaxgemm.lowering_rules import (
   can_partition,
+  check_invariant,
   check_not_exported,
   lower_local,
   register,
@@ -112,11 +113,7 @@ def _lower_xla(
     cuda: bool = False,
 ):
   """Where no kernel can run, which `where` says."""
-  if product.batch_invariant and all(math.prod(aval.shape) for aval in ctx.avals_in):
-    raise ValueError(
-        f"batch_invariant: no kernel serves {where}; those that are need an NVIDIA GPU of"
-        " compute capability 9.0 (Hopper), or jaxgemm.emulate()"
-    )
+  check_invariant(ctx, product.batch_invariant, where)
   function = functools.partial(xla_product, product, cuda=cuda)
   return mlir.lower_fun(function, multiple_results=product.is_fused)(ctx, *operands)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxgemm.arguments import as_array
+from jaxgemm.arguments import as_array, common_dtype
 from jaxgemm.contexts import current_target, is_batch_invariant
 from jaxgemm.contraction import named_kernel, out_dtype_of
 from jaxgemm.dims import are_known
@@ -30,13 +30,15 @@ def ragged_dot(
   nothing is compiled anew for others.
 
   Gradients are products of the same kind, at any order, in both modes: of lhs with the
-  matrices as they are stored, of rhs sums over the rows of each group.
+  matrices as they are stored, of rhs sums over the rows of each group. Under jax.vmap
+  there is one product after the other, each on all devices of a mesh.
 
   Args:
-    lhs: [m, k], sorted by group; bfloat16 or float16, or float8 or int8, whose results
-      are of the preferred_element_type, int8's of int32. Others are left to XLA, as
-      jaxgemm.explain says of a function.
-    rhs: [groups, k, n], of the same dtype, or else both are promoted. One that has just
+    lhs: [m, k], sorted by group; bfloat16 or float16; float8 with results in bfloat16 or
+      float16, or int8 with results in int32, as preferred_element_type says. Others are
+      left to XLA, as jaxgemm.explain says of a function.
+    rhs: [groups, k, n], of the same dtype, or else both are promoted, as the dtypes say
+      (jnp.promote_types). One that has just
       been converted from 8 bits, as by `w.astype(x.dtype)`, the kernel may read as it
       was, and convert where it is used; the plan says so.
     group_sizes: [groups], integers: the rows of each.
@@ -51,7 +53,8 @@ def ragged_dot(
   Returns: [m, n].
   Raises:
     TypeError: a shape or a dtype is none of these; the message names the argument.
-    ValueError: the named kernel cannot serve, or none that is batch invariant.
+    ValueError: the dtypes promote to none, the named kernel cannot serve, or none that is
+      batch invariant.
   Example:
     order = jnp.argsort(expert)           # [tokens], one each.
     sizes = jnp.bincount(expert, length=len(w))
@@ -64,7 +67,7 @@ def ragged_dot(
   )
   check_shapes("ragged_dot", lhs, rhs, group_sizes, transposed)
   if lhs.dtype != rhs.dtype:
-    dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
+    dtype = common_dtype("ragged_dot", lhs=lhs.dtype, rhs=rhs.dtype)
     lhs, rhs = lhs.astype(dtype), rhs.astype(dtype)
   implementation = kernel_of_groups("ragged_dot", implementation, config)
   facts = Ragged(

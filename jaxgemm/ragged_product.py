@@ -39,14 +39,13 @@ from jaxgemm.launch import run
 from jaxgemm.lowering import in_emulator
 from jaxgemm.primitive import explicit, result_type
 from jaxgemm.product import Product
-from jaxgemm.quantisation import dequantise, num_blocks
+from jaxgemm.quantisation import dequantise
 from jaxgemm.recording import record_plan
-from jaxgemm.scaled_product import ALGORITHMS
+from jaxgemm.scaled_product import ALGORITHMS, why_not_scales
 from jaxgemm.stored import as_stored
 from pallas_kernels import compat
 from pallas_kernels.problem import (
   ALGORITHM_OF_DTYPE,
-  SCALE_BLOCK,
   Config,
   Epilogue,
   Problem,
@@ -66,7 +65,7 @@ class Ragged:
     implementation, config: as in jaxgemm.matmul.
     must_serve: whether the named implementation must serve or is only preferred, as for
       a gradient.
-    batch_invariant: whether a row's result must not depend on other rows.
+    batch_invariant: whether a row's result must not depend on other rows: not of sums.
     target: the device to plan for; None for the device that runs it.
     out_sharding: sharding of the result on an explicit mesh, or None.
     beside_collectives: whether those of other devices may run at the same time.
@@ -117,7 +116,7 @@ def bind(lhs, rhs, group_sizes, facts: Ragged) -> jax.Array:
     if found[0] == "g":
       rhs, facts = stored, facts.replace(transposed=found[1] == "n")
       attached = [lax.transpose(x, tuple(map(axes.index, found))) for x in attached]
-  operands = compat.vary_alike(lhs, rhs, group_sizes, *attached)
+  operands = compat.vary_alike(lhs, rhs, _widened(group_sizes), *attached)
   return ragged_p.bind(*operands, facts=facts)
 
 
@@ -132,8 +131,15 @@ def bind_scaled(lhs, rhs, group_sizes, rows, cols, facts: Ragged) -> jax.Array:
   (stored,), found = as_stored([rhs], axes)
   if found[0] == "g":
     rhs, facts = stored, facts.replace(transposed=found[1] == "n")
-  operands = compat.vary_alike(lhs, rhs, group_sizes, rows, cols)
+  operands = compat.vary_alike(lhs, rhs, _widened(group_sizes), rows, cols)
   return scaled_ragged_p.bind(*operands, facts=facts)
+
+
+def _widened(group_sizes: jax.Array) -> jax.Array:
+  """The sizes in at least 32 bits: XLA's products add them up in their own dtype."""
+  if group_sizes.dtype.itemsize < 4:
+    return group_sizes.astype(jnp.int32)
+  return group_sizes
 
 
 def plan_of(lhs, rhs, group_sizes, *others, facts: Ragged) -> plans.Plan:
@@ -146,7 +152,7 @@ def plan_of(lhs, rhs, group_sizes, *others, facts: Ragged) -> plans.Plan:
   sizes = dict(zip(of_lhs, lhs.shape, strict=True)) | dict(
       zip(of_rhs, rhs.shape, strict=True)
   )
-  algorithm, reason = _algorithm(lhs, rhs, *others, n=sizes["n"], facts=facts)
+  algorithm, reason = algorithm_of(lhs, rhs, *others, n=sizes["n"], facts=facts)
   m, k = (sizes["m"], sizes["r"]) if facts.sums else (sizes["r"], sizes["k"])
   problem = Problem(
       m, sizes["n"], k, group_sizes.shape[0], lhs_batched=False,
@@ -158,7 +164,7 @@ def plan_of(lhs, rhs, group_sizes, *others, facts: Ragged) -> plans.Plan:
   )
   if reason:
     named = facts.must_serve and facts.implementation not in (None, "xla")
-    if named or facts.batch_invariant and not facts.sums:
+    if named or facts.batch_invariant:
       what = f"implementation {facts.implementation!r}" if named else "batch_invariant"
       raise ValueError(f"{what}: no kernel serves {problem}: {reason}")
     return plans.Plan("xla", None, "fallback", reason, problem)
@@ -169,7 +175,7 @@ def plan_of(lhs, rhs, group_sizes, *others, facts: Ragged) -> plans.Plan:
       return found
   make_plan = functools.partial(
       plans.make_plan, problem, device_of(facts.target),
-      batch_invariant=facts.batch_invariant and not facts.sums,
+      batch_invariant=facts.batch_invariant,
   )
   try:
     return make_plan(implementation=facts.implementation, config=facts.config)
@@ -179,8 +185,8 @@ def plan_of(lhs, rhs, group_sizes, *others, facts: Ragged) -> plans.Plan:
     return make_plan()
 
 
-def _algorithm(lhs, rhs, *others, n: int, facts: Ragged) -> tuple[str | None, str]:
-  """How it is multiplied, and why no kernel can, or ""."""
+def algorithm_of(lhs, rhs, *others, n: int, facts: Ragged) -> tuple[str | None, str]:
+  """How it is multiplied, and why no kernel can of these dtypes and scales, or ""."""
   if facts.scaling == "none":
     algorithm, reason = precisions.choose_algorithm(
         lhs.dtype.name, rhs.dtype.name, facts.out_dtype, facts.precision
@@ -188,13 +194,8 @@ def _algorithm(lhs, rhs, *others, n: int, facts: Ragged) -> tuple[str | None, st
     if algorithm in ALGORITHMS.values() and facts.out_dtype == "float32":
       reason = "XLA's sums of float8 in groups are float32, the tensor cores' of 14 bits"
     return algorithm, reason
-  algorithm, reason = ALGORITHMS[lhs.dtype.name, rhs.dtype.name], ""
-  if facts.scaling == "blocks" and others[1].shape[2] != num_blocks(n):
-    reason = (
-        f"rhs_scale has blocks of k, and {others[1].shape[2]} columns where the kernel"
-        f" wants one for every {SCALE_BLOCK}"
-    )
-  return algorithm, reason
+  reason = why_not_scales(facts.scaling, others[1].shape[2:], n)
+  return ALGORITHMS[lhs.dtype.name, rhs.dtype.name], reason
 
 
 def _on_one_device(*operands, facts: Ragged) -> jax.Array:
@@ -243,8 +244,13 @@ def _scaled_by_xla(lhs, rhs, group_sizes, rows, cols, *, facts: Ragged) -> jax.A
   plain = facts.replace(scaling="none", out_dtype="float32")
   if facts.scaling == "rows":
     out = _by_xla(lhs, rhs, group_sizes, facts=plain)
+    if not cols.shape[0]:  # No groups: zeros.
+      return out.astype(facts.out_dtype)
+    total = jnp.clip(group_sizes, 0, lhs.shape[0]).sum()
     cols = jnp.repeat(cols, group_sizes, 0, total_repeat_length=lhs.shape[0])
-    out = out * rows[:, None] * cols
+    # Rows that no group has are zeros, whatever their factors.
+    used = (jnp.arange(lhs.shape[0]) < total)[:, None]
+    out = jnp.where(used, out * rows[:, None] * cols, 0.0)
   else:
     cols = cols.swapaxes(1, 2) if facts.transposed else cols
     out = _by_xla(
@@ -262,12 +268,15 @@ def _abstract_eval(lhs, rhs, group_sizes, *others, facts: Ragged):
   if facts.scaling == "none" and any(x.shape != rhs.shape for x in others):
     raise TypeError(f"rhs, {rhs}, is not {others[0]} converted")
   wanted = facts.out_sharding
+  of_groups = None  # How the dimension of the groups lies over the mesh.
   if facts.sums and wanted is not None:
-    wanted = NamedSharding(wanted.mesh, PartitionSpec(*wanted.spec[1:]))
+    of_groups, *spec = tuple(wanted.spec) or (None,)
+    wanted = NamedSharding(wanted.mesh, PartitionSpec(*spec))
   one = Product(Dims(), facts.out_dtype, "xla", out_sharding=wanted)
   if facts.sums:
     aval = result_type(lhs, rhs, one.replace(dims=Dims(lhs="bkm", rhs="bkn")))
-    return _with_dims(aval, (group_sizes.shape[0], *aval.shape), (None, *_spec(aval)))
+    shape = group_sizes.shape[0], *aval.shape
+    return _with_dims(aval, shape, (of_groups, *_spec(aval)))
   of_one = _with_dims(rhs, rhs.shape[1:], _spec(rhs)[1:])
   if facts.transposed:
     one = one.replace(dims=Dims(rhs="bnk"))
@@ -322,6 +331,25 @@ def _transpose(ct, lhs, rhs, group_sizes, *attached, facts: Ragged):
   return grads
 
 
+def gradients(
+    ct, lhs, rhs, group_sizes, *, transposed: bool, implementation: str | None,
+    batch_invariant: bool, target: Target | None,
+) -> tuple[jax.Array, jax.Array]:
+  """Those of lhs and rhs, all of one dtype, of their product whose cotangent is `ct`."""
+  facts = Ragged(
+      sums=False, transposed=not transposed, out_dtype=ct.dtype.name, precision=None,
+      implementation=implementation, config=None, must_serve=False,
+      batch_invariant=batch_invariant, target=target,
+      out_sharding=explicit(jax.typeof(lhs).sharding),
+  )
+  of_rhs = facts.replace(
+      sums=True, transposed=False, batch_invariant=False,
+      out_sharding=explicit(jax.typeof(rhs).sharding),
+  )
+  operands = (ct, lhs) if transposed else (lhs, ct)
+  return bind(ct, rhs, group_sizes, facts), bind(*operands, group_sizes, of_rhs)
+
+
 def _no_gradient(x) -> ad.Zero | None:
   """Of an operand on which no result depends."""
   return ad.Zero(x.aval.to_ct_aval()) if ad.is_undefined_primal(x) else None
@@ -341,6 +369,7 @@ def _gradient(
       sums=sums, transposed=transposed, out_dtype=aval.dtype.name, config=None,
       must_serve=False,
       implementation="xla" if facts.implementation == "xla" else None,
+      batch_invariant=facts.batch_invariant and not sums,
       out_sharding=explicit(aval.sharding),
   )
   return ragged_p.bind(lhs, rhs, group_sizes, facts=found)
@@ -348,6 +377,13 @@ def _gradient(
 
 def _batch(operands, axes, *, facts: Ragged):
   """One product after the other: each has groups of its own, where they begin."""
+  for x, axis in zip(operands, axes, strict=True):
+    if axis is not None and (over := _spec(jax.typeof(x))[axis]) is not None:
+      raise ValueError(
+          f"products in groups of rows run one after the other under jax.vmap, so what"
+          f" it maps, {jax.typeof(x)}, cannot lie over mesh axes {over!r}: map over the"
+          " devices with jax.shard_map"
+      )
   mapped = [
       jnp.moveaxis(x, axis, 0)
       for x, axis in zip(operands, axes, strict=True) if axis is not None

@@ -95,7 +95,7 @@ def scaled_matmul(
         f"scaled_matmul: {shapes}; k, the last dimension of lhs and the last but one of"
         " rhs, must be the same, and rhs a matrix or of the same batch"
     )
-  check_floats("scaled_matmul", lhs, rhs)
+  check_operands("scaled_matmul", lhs, rhs, -2)
   dtypes = [
       known_dtype("scaled_matmul", name, value, known)
       for name, value, known in (
@@ -117,11 +117,21 @@ def scaled_matmul(
   return _scaled_matmul(*compat.vary_alike(lhs, rhs, *scales), options)
 
 
-def check_floats(function: str, lhs, rhs) -> None:
-  """Raises ValueError unless both operands are of floating point."""
+def check_operands(function: str, lhs, rhs, k_axis: int) -> None:
+  """Raises ValueError unless both are of floating point, and one whole along k.
+
+  Over explicit axes of a mesh, that is; XLA's partitioner adds up shares of k by itself.
+  """
   for name, x in (("lhs", lhs), ("rhs", rhs)):
     if not jnp.issubdtype(x.dtype, jnp.floating):
       raise ValueError(f"{function}: {name} is {x.dtype}: want a floating-point dtype")
+  types = jax.typeof(lhs), jax.typeof(rhs)
+  if None not in (types[0].sharding.spec[-1], types[1].sharding.spec[k_axis]):
+    raise ValueError(
+        f"{function}: lhs is {types[0]} and rhs {types[1]}, with k over explicit axes of"
+        " the mesh: what each device has is a part of the sum; use jax.shard_map and"
+        " lax.psum, or jax.sharding.reshard"
+    )
 
 
 def known_dtype(function: str, name: str, value, known: Sequence) -> str | None:
@@ -156,26 +166,33 @@ def _scaled_matmul(lhs, rhs, lhs_scale, rhs_scale, options: _Options):
 
 
 def _forward(lhs, rhs, lhs_scale, rhs_scale, options: _Options):
+  values, tokens = in_8_bits(lhs, rhs, lhs_scale, rhs_scale, options.dtype)
+  out = _multiply(*values, lhs_scale, rhs_scale, options)
+  return out, (*values, lhs_scale, rhs_scale, *tokens)
+
+
+def in_8_bits(lhs, rhs, lhs_scale, rhs_scale, dtype: str):
+  """Both operands in 8 bits, and arrays without elements that carry their dtypes."""
   values = [
-      x if x.dtype.name in FLOAT8 else rounded(x, scale, options.dtype)
+      x if x.dtype.name in FLOAT8 else rounded(x, scale, dtype)
       for x, scale in ((lhs, lhs_scale), (rhs, rhs_scale))
   ]
-  out = _multiply(*values, lhs_scale, rhs_scale, options)
-  # Arrays without elements carry the dtypes of the operands.
-  tokens = [jnp.zeros((0,), x.dtype) for x in (lhs, rhs)]
-  return out, (*values, lhs_scale, rhs_scale, *tokens)
+  return values, [jnp.zeros((0,), x.dtype) for x in (lhs, rhs)]
 
 
 def _backward(options: _Options, saved, ct):
   lhs, rhs, lhs_scale, rhs_scale, *tokens = saved
   if options.cotangent_dtype is None:
+    multiply = functools.partial(
+        matmul, preferred_element_type=jnp.float32, implementation=_of_gradients(options)
+    )
     with restored(options.target, options.batch_invariant):
-      lhs_ct = matmul(
+      lhs_ct = multiply(
           ct, _transposed(dequantise(rhs, rhs_scale, ct.dtype)),
-          preferred_element_type=jnp.float32, out_sharding=_explicit(lhs),
+          out_sharding=_explicit(lhs),
       )
     with restored(options.target, False):  # A sum over all rows.
-      rhs_ct = _summed_matmul(dequantise(lhs, lhs_scale, ct.dtype), ct, rhs)
+      rhs_ct = _summed_matmul(multiply, dequantise(lhs, lhs_scale, ct.dtype), ct, rhs)
   else:
     lhs_ct, rhs_ct = _narrow_gradients(options, lhs, rhs, lhs_scale, rhs_scale, ct)
   grads = []
@@ -191,14 +208,16 @@ def _backward(options: _Options, saved, ct):
 _scaled_matmul.defvjp(_forward, _backward)
 
 
-def _summed_matmul(lhs, ct, rhs):
+def _of_gradients(options: _Options) -> str | None:
+  """The implementation of gradients: XLA's where XLA was named, else the plan's."""
+  return "xla" if options.implementation == "xla" else None
+
+
+def _summed_matmul(multiply, lhs, ct, rhs):
   """lhs^T ct, the gradient of rhs: summed over the batch where that has none."""
   if rhs.ndim == 2:
     lhs, ct = map(_as_matrix, (lhs, ct))
-  return matmul(
-      _transposed(lhs), ct, preferred_element_type=jnp.float32,
-      out_sharding=_explicit(rhs),
-  )
+  return multiply(_transposed(lhs), ct, out_sharding=_explicit(rhs))
 
 
 def _explicit(x: jax.Array):
@@ -214,7 +233,7 @@ def _narrow_gradients(options: _Options, lhs, rhs, lhs_scale, rhs_scale, ct):
   """
   narrow, shape = options.cotangent_dtype, lhs.shape
   options = dataclasses.replace(
-      options, out_dtype="float32", implementation=None, config=None
+      options, out_dtype="float32", implementation=_of_gradients(options), config=None
   )
   if not rhs.ndim - 2:
     lhs_scale = jnp.broadcast_to(

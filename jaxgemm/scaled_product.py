@@ -88,11 +88,8 @@ def _plan(facts: Scaled, lhs, rhs, rows, cols) -> plans.Plan:
       algorithm=ALGORITHMS[lhs.dtype.name, rhs.dtype.name],
       epilogue=Epilogue(scaling=facts.scaling),
   )
-  if facts.scaling == "blocks" and cols.shape[2] != num_blocks(n):
-    reason = (
-        f"rhs_scale has blocks of k, and {cols.shape[2]} columns where the kernel wants"
-        f" one for every {SCALE_BLOCK}"
-    )
+  reason = why_not_scales(facts.scaling, cols.shape[2:], n)
+  if reason:
     if facts.batch_invariant:
       raise ValueError(f"batch_invariant: no kernel serves: {reason}")
     if facts.implementation not in (None, "xla"):
@@ -103,6 +100,16 @@ def _plan(facts: Scaled, lhs, rhs, rows, cols) -> plans.Plan:
   return plans.make_plan(
       problem, device_of(facts.target), implementation=facts.implementation,
       config=facts.config, batch_invariant=facts.batch_invariant,
+  )
+
+
+def why_not_scales(scaling: str, columns: tuple[int, ...], n: int) -> str:
+  """Why no kernel takes scales of rhs with so many columns, or ""."""
+  if scaling != "blocks" or columns == (num_blocks(n),):
+    return ""
+  return (
+      f"rhs_scale has blocks of k, and {columns[0]} columns where the kernel wants one"
+      f" for every {SCALE_BLOCK}"
   )
 
 
@@ -141,18 +148,37 @@ def _abstract_eval(lhs, rhs, rows, cols, *, facts: Scaled):
 
 
 def _batch(operands, axes, *, facts: Scaled):
-  """The new batch joins the one that there is."""
+  """The new batch joins the rows, if all of it has one rhs, or the batch that there is.
+  """
   size = next(
       x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None
   )
+  lhs, rhs, rows, cols = operands
+  if axes[1] is axes[3] is None:
+    lhs, rows = (
+        _before(x, axis, size, -1 - from_last)
+        for x, axis, from_last in ((lhs, axes[0], 1), (rows, axes[2], 0))
+    )
+    m = lhs.shape[2]
+    lhs = lhs.reshape(lhs.shape[0], size * m, lhs.shape[3])
+    rows = rows.reshape(*rows.shape[:-2], size * m)
+    out = scaled_p.bind(lhs, rhs, rows, cols, facts=facts)
+    return out.reshape(out.shape[0], size, m, out.shape[2]), 1
   operands = [
-      jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
-      for x, axis in zip(operands, axes, strict=True)
+      _before(x, axis, size, 0) for x, axis in zip(operands, axes, strict=True)
   ]
   batch = operands[0].shape[1]
   joined = (x.reshape(size * batch, *x.shape[2:]) for x in operands)
   out = scaled_p.bind(*joined, facts=facts)
   return out.reshape(size, batch, *out.shape[1:]), 0
+
+
+def _before(x, axis: int | None, size: int, place: int):
+  """x with its mapped axis before dimension `place` of one product's; broadcast if none.
+  """
+  if axis is None:
+    x, axis = jnp.broadcast_to(x, (size, *x.shape)), 0
+  return jnp.moveaxis(x, axis, place - 1 if place < 0 else place)
 
 
 scaled_p = planned.define(

@@ -16,12 +16,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgemm.arguments import as_array
-from jaxgemm.contexts import Target, current_target, is_batch_invariant, restored
+from jaxgemm.contexts import Target, current_target, is_batch_invariant
 from jaxgemm.dims import are_known
-from jaxgemm.quantisation import FLOAT8, dequantise, expand, rounded
-from jaxgemm.ragged import check_shapes, kernel_of_groups, ragged_dot
-from jaxgemm.ragged_product import Ragged, bind_scaled, plan_of
-from jaxgemm.scaled import check_floats, factors, known_dtype, per_row, scale_of
+from jaxgemm.quantisation import FLOAT8, dequantise, expand
+from jaxgemm.ragged import check_shapes, kernel_of_groups
+from jaxgemm.ragged_product import Ragged, bind_scaled, gradients, plan_of
+from jaxgemm.scaled import (
+  check_operands,
+  factors,
+  in_8_bits,
+  known_dtype,
+  per_row,
+  scale_of,
+)
 from pallas_kernels.problem import OUT_DTYPES, Config
 
 _NAME = "scaled_ragged_dot"
@@ -51,8 +58,9 @@ def scaled_ragged_dot(
   Of 8-bit floating-point values, as `scaled_matmul`, and of groups, as `ragged_dot`. An
   operand of another floating-point dtype is first divided by its scale and rounded to
   `dtype`. Gradients are those of the product as if nothing had been rounded (straight
-  through), by `ragged_dot` of the values times their scales, rounded to the cotangent's
-  dtype. Scales are constants to derivatives.
+  through), by products as of `ragged_dot`, of the values times their scales, rounded to
+  the cotangent's dtype. Scales are constants to derivatives. The gradient of an operand
+  in 8 bits is of its dtype: NaN or infinite where that has no such number.
 
   Args:
     lhs: [m, k], sorted by group: float8_e4m3fn, float8_e5m2, or to be rounded.
@@ -84,7 +92,8 @@ def scaled_ragged_dot(
       for name, x in (("lhs", lhs), ("rhs", rhs), ("group_sizes", group_sizes))
   )
   check_shapes(_NAME, lhs, rhs, group_sizes, transposed)
-  check_floats(_NAME, lhs, rhs)
+  k_axis = -1 if transposed else -2
+  check_operands(_NAME, lhs, rhs, k_axis)
   options = _Options(
       transposed,
       known_dtype(_NAME, "preferred_element_type", preferred_element_type, OUT_DTYPES),
@@ -93,7 +102,6 @@ def scaled_ragged_dot(
       current_target(),
   )
   lhs_scale = scale_of(_NAME, "lhs_scale", lhs_scale, lhs, -1)
-  k_axis = -1 if transposed else -2
   rhs_scale = scale_of(_NAME, "rhs_scale", rhs_scale, rhs, k_axis)
   return _scaled(lhs, rhs, group_sizes, lhs_scale, rhs_scale, options)
 
@@ -104,13 +112,8 @@ def _scaled(lhs, rhs, group_sizes, lhs_scale, rhs_scale, options: _Options):
 
 
 def _forward(lhs, rhs, group_sizes, lhs_scale, rhs_scale, options: _Options):
-  values = [
-      x if x.dtype.name in FLOAT8 else rounded(x, scale, options.dtype)
-      for x, scale in ((lhs, lhs_scale), (rhs, rhs_scale))
-  ]
+  values, tokens = in_8_bits(lhs, rhs, lhs_scale, rhs_scale, options.dtype)
   out = _multiply(*values, group_sizes, lhs_scale, rhs_scale, options)
-  # Arrays without elements carry the dtypes of the operands.
-  tokens = [jnp.zeros((0,), x.dtype) for x in (lhs, rhs)]
   return out, (*values, group_sizes, lhs_scale, rhs_scale, *tokens)
 
 
@@ -121,15 +124,11 @@ def _backward(options: _Options, saved, ct):
       dequantise(x, scale, ct.dtype)
       for x, scale in zip((lhs, rhs), scales, strict=True)
   ]
-  with restored(options.target, options.batch_invariant):
-    _, pull = jax.vjp(
-        lambda *x: ragged_dot(
-            *x, group_sizes, transposed=options.transposed,
-            preferred_element_type=ct.dtype,
-        ),
-        *wide,
-    )
-    found = pull(ct)
+  found = gradients(
+      ct, *wide, group_sizes, transposed=options.transposed,
+      implementation="xla" if options.implementation == "xla" else None,
+      batch_invariant=options.batch_invariant, target=options.target,
+  )
   grads = []
   for x_ct, scale, token in zip(found, scales, tokens, strict=True):
     if token.dtype.name in FLOAT8:  # What is asked for is that of the values.

@@ -204,13 +204,14 @@ class Epilogue:
 
   def store(
       self, acc, out_gmem: Ref, c_gmem: Refs, refs, *, wg, batch, row, col,
-      of_batch=None, prefetched: bool = False, end=None,
+      of_batch=None, prefetched: bool = False, end=None, scaled: bool = True,
   ):
     """Stores a warpgroup's accumulator [rows, cols] at (row, col) of the product.
 
     Of a gated product the left half of `acc` is the gate's.
     It is of product `of_batch`, if that is not the index `batch` of the result.
-    Rows of the result from `end` on are others', if it is given.
+    Rows of the result from `end` on are others', if it is given. What is not `scaled`
+    has no factors: zeros, which these might make NaN.
 
     Waits for the staging slot that it uses next, never for the last store: call
     `finish` before the kernel ends. `prefetched` says that `prefetch` was called.
@@ -231,7 +232,7 @@ class Epilogue:
           range(j, acc.shape[1], cols), BIASES, OTHERS, strict=False
       ):
         piece = acc[i : i + PIECE_ROWS, begin : begin + step]
-        if self.scales:
+        if self.scales and scaled:
           piece = self.scales.apply(
               piece, refs, batch=of_batch, row=row + i, col=col + j
           )

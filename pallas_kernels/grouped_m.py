@@ -47,7 +47,7 @@ def supports(problem: Problem, config: PersistentConfig) -> str | None:
   along_rows = config.cluster_n if config.swap else config.cluster_m
   if problem.itemsize > 2 or problem.lhs_source:
     stored = problem.stored_dtypes[0]
-    return f"groups of rows: lhs is of 16 bits, not of {stored}"
+    return f"groups of rows: lhs is of 16 or 8 bits, not of {stored}"
   if problem.lhs_layout != "k-major":
     return "lhs_layout='m-major': rows of a group begin anywhere in k-major lhs alone"
   if epilogue.is_fused or epilogue.has_c:

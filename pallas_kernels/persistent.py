@@ -282,7 +282,7 @@ def run(
           epilogue.store(
               accumulate.zeros(wg_tile_shape, problem.acc_dtype), out_gmem, c_gmem, refs,
               wg=wg, batch=place.result, row=place.m + share.row,
-              col=place.n + share.col, end=place.end,
+              col=place.n + share.col, end=place.end, scaled=False,
           )
 
         turns = lax.div(empty - first + teams - 1, jnp.int32(teams))

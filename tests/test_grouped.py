@@ -445,7 +445,7 @@ OF_M, OF_K = of_m(512, 512, 512, 4), of_k(512, 512, 512, 4)
     [
         (OF_K, {}, "grouped_m is for groups of m"),
         (dataclasses.replace(OF_M, grouped=""), {}, "grouped_m is for groups of m"),
-        (of_m(512, 512, 512, 4, dtype="float32"), dict(tile_k=32), "16 bits, .* float32"),
+        (of_m(512, 512, 512, 4, dtype="float32"), dict(tile_k=32), "8 bits, .* float32"),
         (of_m(512, 512, 512, 4, rhs_source="int8"), {}, "rhs of dtype int8: .* swap"),
         (of_m(512, 512, 512, 4, lhs_source="int8"), dict(swap=True), "not of int8"),
         (of_m(512, 520, 512, 4, rhs_source="int8"), dict(swap=True), "520 bytes"),
@@ -536,13 +536,13 @@ def planned(problem: Problem, count: int) -> list[PersistentConfig]:
   return [each.config for each in found]
 
 
-def lowered(problem: Problem, config) -> str:
+def lowered(problem: Problem, config, *scales) -> str:
   kernel = GROUPED_KERNELS[f"grouped_{problem.grouped}"]
   operands = [
       jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
       for shape, dtype in kernel_cases.operand_types(problem)
   ]
-  operands.append(jax.ShapeDtypeStruct((problem.batch,), jnp.int32))
+  operands += [*scales, jax.ShapeDtypeStruct((problem.batch,), jnp.int32)]
   launch = lambda *x: kernel.launch(x, problem, config, num_sms=132)
   return jax.export.export(jax.jit(launch), platforms=["cuda"])(*operands).mlir_module()
 

@@ -109,6 +109,22 @@ def test_kernels(rng):
     assert reference.relative_error(a, np.asarray(b, "float64")) < 4e-3
 
 
+def test_float8_with_narrow_results(rng):
+  """Which float32 of XLA's is not: the tensor cores keep 14 bits. Rows alone are ours."""
+  x, w = (each.astype("float8_e4m3fn") for each in drawn(rng, X, W))
+  for out, count in (("bfloat16", 1), ("float32", 0)):
+    function = lambda x, w, out=out: rows(x, w, preferred_element_type=out)
+    counts = count_primitives(jaxgemm.accelerate(function), x, w)
+    assert counts["jaxgemm_ragged"] == count
+    found = jaxgemm.accelerate(function)(x, w)
+    np.testing.assert_array_equal(found, function(x, w))
+  sums = lambda x, y: lax.ragged_dot_general(
+      x, y, SIZES, SUMS, preferred_element_type="bfloat16"
+  )
+  counts = count_primitives(jaxgemm.accelerate(sums), x, x)
+  assert counts["ragged_dot_general"] == 1
+
+
 BATCHED = lax.RaggedDotDimensionNumbers((((2,), (2,)), ((0,), (1,))), [1], [0])
 LEFT = {
     "float32": (rows, (X, W), "float32"),
@@ -128,6 +144,22 @@ def test_what_is_left(name, rng):
   operands = drawn(rng, *shapes, dtype=dtype)
   counts = count_primitives(jaxgemm.accelerate(function), *operands)
   assert counts["ragged_dot_general"] == 1 and not counts["jaxgemm_ragged"]
+
+
+@pytest.mark.parametrize("ragged_dot", [lax.ragged_dot, jaxgemm.ragged_dot])
+def test_sums_of_integers_are_converted_by_xla(ragged_dot, rng):
+  """The kernel has int32 of int8 alone."""
+  function = lambda x, w: ragged_dot(
+      x, w, SIZES, preferred_element_type="int32"
+  ).astype("bfloat16")
+  x, w = ((9 * each).astype("int8") for each in drawn(rng, X, W, dtype="float32"))
+  found = jaxgemm.accelerate(function)(x, w)
+  np.testing.assert_array_equal(found, function(x, w))
+  (product,) = (
+      each for each in jax.make_jaxpr(jaxgemm.accelerate(function))(x, w).eqns
+      if each.primitive.name == "jaxgemm_ragged"
+  )
+  assert product.outvars[0].aval.dtype == "int32"
 
 
 def test_what_another_wants_stays_as_wide(rng):

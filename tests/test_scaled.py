@@ -8,7 +8,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ from pallas_kernels import KERNELS
 from pallas_kernels.problem import Epilogue
 from tests import kernel_cases
 from tests.kernel_cases import LAYOUTS, make_problem, small_config
-from tests.product_cases import equations
+from tests.product_cases import cuda_kernels, equations
 
 BLOCKS = {
     "tensor": ((-1, -1), (-1, -1)),
@@ -350,14 +350,24 @@ def test_gradients_are_planned_as_the_call():
   x, w = jnp.ones((64, 128)), jnp.ones((128, 256))
   for cotangent_dtype in (None, E5M2):
     run = functools.partial(jaxgemm.scaled_matmul, cotangent_dtype=cotangent_dtype)
+    gradients = lambda x, w, ct, run=run: jax.vjp(run, x, w)[1](ct)
     with jaxgemm.target("NVIDIA H200"), jaxgemm.batch_invariant():
-      out, backward = jax.vjp(run, x, w)
-    found = jax.make_jaxpr(backward)(out).jaxpr
+      found = jax.make_jaxpr(gradients)(x, w, jnp.ones((64, 256), "bfloat16")).jaxpr
     names = ("jaxgemm", "jaxgemm_scaled")
     ours = [eqn for eqn in equations(found) if eqn.primitive.name in names]
     facts = [eqn.params.get("product", eqn.params.get("facts")) for eqn in ours]
-    assert [each.batch_invariant for each in facts] == [True, False]
+    assert [each.batch_invariant for each in facts] == [True, True, False]
     assert all(each.target is not None for each in facts)
+
+
+@pytest.mark.parametrize("cotangent_dtype", [None, E5M2])
+def test_an_implementation_of_xla_holds_for_gradients(cotangent_dtype):
+  run = functools.partial(
+      jaxgemm.scaled_matmul, cotangent_dtype=cotangent_dtype, implementation="xla"
+  )
+  loss = lambda *x: run(*x).astype("float32").sum()
+  operands = jnp.ones((64, 128)), jnp.ones((128, 256))
+  assert cuda_kernels(jax.grad(loss, (0, 1)), *operands) == {"xla": 2}
 
 
 def exact(values, scale) -> np.ndarray:
@@ -376,7 +386,27 @@ def test_vmap_is_one_product(kind, rng):
   with jaxgemm.target("NVIDIA H200"), recording() as record:
     jax.jit(jax.vmap(run)).trace(x, of_x).lower(lowering_platforms=("cuda",))
   ((plan, count),) = record.plans.items()
-  assert count == 1 and plan.problem.batch == 3 and plan.kernel == "persistent"
+  assert count == 1 and plan.kernel == "persistent"
+  assert (plan.problem.batch, plan.problem.m) == (1, 3 * 64)  # Of one rhs.
+  several = jnp.stack([w, w, -w])
+  found = jax.vmap(lambda x, s, w: jaxgemm.scaled_matmul(x, w, s, of_w))(x, of_x, several)
+  wanted = exact(x, of_x) @ (exact(w, of_w) * np.array([1, 1, -1])[:, None, None])
+  assert reference.relative_error(found, wanted) < 3.4e-3
+
+
+@pytest.mark.parametrize("kind", ["rows", "blocks"])
+def test_vmap_over_a_sharded_axis(kind, rng):
+  """Of a mesh with explicit axes: each device has its own, and all of rhs."""
+  mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Explicit,))
+  x, of_x = quantised(normal(rng, 4, 8, 256), BLOCKS[kind][0])
+  w, of_w = quantised(normal(rng, 256, 128), BLOCKS[kind][1])
+  run = jax.vmap(jaxgemm.scaled_matmul, (0, None, 0, None))
+  with jax.set_mesh(mesh):
+    put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))
+    operands = put(x, "x"), put(w, None), put(of_x, "x"), put(of_w, None)
+    out = jax.jit(run)(*operands)
+  assert out.sharding.is_equivalent_to(NamedSharding(mesh, P("x")), 3)
+  assert reference.relative_error(out, exact(x, of_x) @ exact(w, of_w)) < 3.4e-3
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-import dataclasses
 
 import jax
 from jax import lax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
@@ -183,6 +183,55 @@ def test_plans(block, scaling):
   assert "jaxgemm_grouped_m" in text and "tensor<64x7168x2048xf8" not in text
 
 
+@pytest.mark.parametrize("name", ["rows and columns", "blocks"])
+@pytest.mark.parametrize("emulated", [False, more(True)])
+def test_rows_of_nobody_are_zeros_whatever_their_scales(name, emulated, rng):
+  x, w, sx, sw = drawn(rng, *BLOCKS[name])
+  odd = sx.at[33:].set(jnp.nan)
+  with jaxgemm.emulate() if emulated else jaxgemm.batch_invariant(False):
+    found = jax.jit(multiply)(x, w, odd, sw, SIZES)
+  np.testing.assert_array_equal(found[33:], 0.0)
+  assert reference.relative_error(found, exact(x, w, (sx, sw), SIZES)) < 2e-3
+
+
+@pytest.mark.parametrize("name", ["rows and columns", "blocks"])
+def test_no_groups(name, rng):
+  x, w, sx, sw = drawn(rng, *BLOCKS[name])
+  found = multiply(x, w[:0], sx, sw[:0], SIZES[:0])
+  np.testing.assert_array_equal(found, np.zeros((M, N)))
+
+
+def test_narrow_sizes_whose_sum_is_wider(rng):
+  sizes = np.array([100, 120, 90, 127])
+  x, w, sx, sw = drawn(rng, (1, 128), (128, 128), shape=(437, G, N, K))
+  found = multiply(x, w, sx, sw, jnp.asarray(sizes, "uint8"))
+  assert reference.relative_error(found, exact(x, w, (sx, sw), sizes)) < 2e-3
+
+
+def test_an_implementation_of_xla_holds_for_gradients(rng):
+  x, w, sx, sw = drawn(rng, (1, 128), (128, 128))
+  loss = lambda x, w: jnp.sum(
+      multiply(x, w, sx, sw, SIZES, implementation="xla").astype("float32")
+  )
+  assert {plan.kernel for plan in plans(jax.grad(loss, (0, 1)), x, w)} == {"xla"}
+
+
+def test_batch_invariance_is_held_to_where_it_is_lowered(rng):
+  operands = drawn(rng, (1, 128), (128, 128))
+  with jaxgemm.target("NVIDIA H200"), jaxgemm.batch_invariant():
+    with pytest.raises(ValueError, match="batch_invariant: no kernel serves on this"):
+      jax.jit(multiply)(*operands, SIZES)
+
+
+def test_shares_of_k_over_explicit_axes_say_what_to_do(rng):
+  x, w, *_ = drawn(rng, (1, 128), (128, 128), shape=(M, G, 256, 512))
+  mesh = mesh_of(AxisType.Explicit)
+  with jax.set_mesh(mesh):
+    x, w = put(mesh, x, P(None, "x")), put(mesh, w, P(None, None, "x"))
+    with pytest.raises(ValueError, match="lhs is .*512@x.*jax.shard_map and lax.psum"):
+      multiply(x, w, 1.0, 1.0, put(mesh, jnp.asarray(SIZES), P(None)))
+
+
 def test_a_scale_of_each_column_beside_blocks_is_left_to_xla(rng):
   x, w, sx, sw = drawn(rng, (1, 128), (1, 128))
   (plan,) = plans(multiply, x, w, sx, sw, SIZES)
@@ -312,14 +361,12 @@ def test_kernel(index, scaling, rng):
 
 
 @pytest.mark.slow
-def test_what_runs_on_the_chip_lowers():
-  for scaling, each in CONFIGS.items():
-    for fields in each:
-      config = config_of(**FIELDS | fields)
-      operands = of_kernel(scaling)
-      plain = dataclasses.replace(operands, epilogue=Epilogue())
-      assert grouped_m.supports(operands, config) is None
-      assert "jaxgemm_grouped_m" in lowered(plain, config)
+@pytest.mark.parametrize("scaling", CONFIGS)
+def test_what_runs_on_the_chip_lowers(scaling, rng):
+  for fields in CONFIGS[scaling]:
+    problem, config = of_kernel(scaling), config_of(**FIELDS | fields)
+    assert grouped_m.supports(problem, config) is None
+    assert "jaxgemm_grouped_m" in lowered(problem, config, *factors(problem, rng))
 
 
 @pytest.mark.gpu
