@@ -14,7 +14,7 @@ import pytest
 
 import jaxgemm
 from jaxgemm import grouped_heuristics, reference
-from jaxgemm.device import current_device
+from jaxgemm.device import current_device, known_device
 from jaxgemm.recording import recording
 from pallas_kernels import compat, grouped_m
 from pallas_kernels.problem import Epilogue, PersistentConfig
@@ -230,6 +230,23 @@ def test_shares_of_k_over_explicit_axes_say_what_to_do(rng):
     x, w = put(mesh, x, P(None, "x")), put(mesh, w, P(None, None, "x"))
     with pytest.raises(ValueError, match="lhs is .*512@x.*jax.shard_map and lax.psum"):
       multiply(x, w, 1.0, 1.0, put(mesh, jnp.asarray(SIZES), P(None)))
+
+
+@pytest.mark.parametrize(
+    ("shape", "took_us"),
+    [((4096, 2048, 7168, 64), 270.0), ((4096, 7168, 2048, 64), 291.0),
+     ((16384, 14336, 4096, 8), 2097.0)],
+)
+def test_factors_of_blocks_have_their_time(shape, took_us):
+  """An estimate is what an H200 took; sums that nothing multiplies take less."""
+  m, n, k, groups = shape
+
+  def estimate_us(scaling: str) -> float:
+    problem = of_kernel(scaling, m, n, k, groups)
+    return grouped_heuristics.candidates(problem, known_device("NVIDIA H200"))[0].time_us
+
+  assert abs(estimate_us("blocks") / took_us - 1) < 0.1
+  assert estimate_us("rows") < 0.95 * estimate_us("blocks")
 
 
 def test_a_scale_of_each_column_beside_blocks_is_left_to_xla(rng):
