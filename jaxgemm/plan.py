@@ -26,11 +26,10 @@ from jaxgemm import (
 from jaxgemm.cost_constants import MODEL
 from jaxgemm.device import Device, supported
 from jaxgemm.precision import ERRORS
-from pallas_kernels import GROUPED_KERNELS, KERNELS, gemv, tiles, triton
+from pallas_kernels import ALL_KERNELS, GROUPED_KERNELS, gemv, tiles, triton
 from pallas_kernels.problem import Config, Problem
 
-_ALL = KERNELS | GROUPED_KERNELS
-IMPLEMENTATIONS = (*_ALL, "xla")
+IMPLEMENTATIONS = (*ALL_KERNELS, "xla")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Plan:
   """Which kernel computes a problem, and why.
 
   Attributes:
-    kernel: a key of pallas_kernels.KERNELS or GROUPED_KERNELS, or "xla".
+    kernel: a key of pallas_kernels.ALL_KERNELS, or "xla".
     config: the kernel's config, or None for XLA.
     source: "override", "user table" (jaxgemm/user_table.py), "table" (the shipped
       one), "heuristic" or "fallback".
@@ -212,7 +211,9 @@ def check_implementation(implementation: Any, config: Any) -> str | None:
     )
   if config is None:
     return implementation
-  kernels = [name for name, kernel in _ALL.items() if type(config) is kernel.Config]
+  kernels = [
+      name for name, kernel in ALL_KERNELS.items() if type(config) is kernel.Config
+  ]
   if implementation is None and kernels:
     return kernels[0]
   if implementation not in kernels:
@@ -238,7 +239,7 @@ def _rows(problem: Problem, device: Device) -> Iterator[tuple[str, table.Row]]:
 
   XLA's counts for nothing but what was measured, a kernel's if it serves the problem.
   """
-  alike = () if problem.grouped else table.alike(problem)  # Tables have none in groups.
+  alike = table.alike(problem)
   for source, lookup in (("user table", user_table.lookup), ("table", table.lookup)):
     for row in filter(None, (lookup(one, device) for one in alike)):
       if row.kernel == "xla":
@@ -246,7 +247,7 @@ def _rows(problem: Problem, device: Device) -> Iterator[tuple[str, table.Row]]:
           yield source, row
       # A row of the portable kernel is of no use once its packages are gone.
       elif _why_not(row.kernel, device) is None:
-        if KERNELS[row.kernel].supports(problem, row.config) is None:
+        if ALL_KERNELS[row.kernel].supports(problem, row.config) is None:
           yield source, row
 
 
@@ -266,7 +267,7 @@ def _named(
         " jaxgemm.emulate() runs it on a CPU, jaxgemm.target() lowers it for a GPU"
         " that is not here"
     )
-  kernel = _ALL[name]
+  kernel = ALL_KERNELS[name]
   why = f"implementation={name!r}"
   if config is None:
     for _, row in _rows(problem, device):
@@ -298,13 +299,13 @@ def _named(
 
 def _default_config(problem: Problem, name: str) -> Config:
   """That of a kernel which no candidate has, as exact as those."""
-  config = _ALL[name].Config()
+  config = ALL_KERNELS[name].Config()
   if name in (gemv.NAME, triton.NAME):
     return config
   tile_k = tiles.swizzle_elems(problem.dtype)
   promote = heuristics.promotion(problem, tiles.cdiv(problem.k, tile_k))
   config = dataclasses.replace(config, tile_k=tile_k, promote=promote)
-  if promote and _ALL[name].supports(problem, config) is not None:
+  if promote and ALL_KERNELS[name].supports(problem, config) is not None:
     return dataclasses.replace(config, tile_m=64)  # Two sums need registers.
   return config
 

@@ -40,7 +40,7 @@ from jaxgemm.lowering import in_emulator
 from jaxgemm.primitive import explicit, result_type
 from jaxgemm.product import Product
 from jaxgemm.quantisation import dequantise
-from jaxgemm.recording import record_plan
+from jaxgemm.recording import record, record_plan
 from jaxgemm.scaled_product import ALGORITHMS, why_not_scales
 from jaxgemm.stored import as_stored
 from pallas_kernels import compat
@@ -202,6 +202,8 @@ def _on_one_device(*operands, facts: Ragged) -> jax.Array:
   """By the planned kernel, or XLA."""
   plan = plan_of(*operands, facts=facts)
   record_plan(plan)
+  if facts.implementation is None and not plan.problem.converts:
+    record(plan.problem, device_of(facts.target))
   if plan.kernel == "xla":
     return _by_xla(*operands, facts=facts)
   launch = functools.partial(

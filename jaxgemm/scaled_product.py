@@ -26,7 +26,7 @@ from jaxgemm.lowering import emulated_product
 from jaxgemm.primitive import result_type
 from jaxgemm.product import Product
 from jaxgemm.quantisation import dequantise, num_blocks
-from jaxgemm.recording import record_plan
+from jaxgemm.recording import record, record_plan
 from pallas_kernels.problem import SCALE_BLOCK, Config, Epilogue, Problem
 
 ALGORITHMS = {
@@ -117,6 +117,8 @@ def _on_one_device(*operands, facts: Scaled) -> jax.Array:
   """By the planned kernel, or XLA's products."""
   plan = _plan(facts, *operands)
   record_plan(plan)
+  if facts.implementation is None:
+    record(plan.problem, device_of(facts.target))
   if plan.kernel == "xla":
     return _by_xla(*operands, facts=facts)
   device = device_of(facts.target)

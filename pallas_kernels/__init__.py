@@ -29,3 +29,4 @@ TILE_KERNELS = {
 KERNELS = {**TILE_KERNELS, gemv.NAME: gemv, triton.NAME: triton}
 # Those of products in groups of rows, which none of the others serves.
 GROUPED_KERNELS = {kernel.NAME: kernel for kernel in (grouped_m, grouped_k)}
+ALL_KERNELS = KERNELS | GROUPED_KERNELS

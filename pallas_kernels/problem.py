@@ -121,6 +121,7 @@ class Epilogue:
     parts += ["saved"] if self.saves else []
     parts += ["gated"] if self.gated or self.slopes == 2 else []
     parts += ["c"] if self.beta else []
+    parts += [f"scales of {self.scaling}"] if self.scaling != "none" else []
     return "".join(f" + {part}" for part in parts)
 
 

@@ -12,7 +12,8 @@ import numpy as np
 import jaxgemm
 from jaxgemm import device
 from jaxgemm.autotune import tuner
-from jaxgemm.autotune.measure import Choice, Job, Measurement
+from jaxgemm.autotune.measure import Job, Measurement
+from jaxgemm.autotune.programs import Choice
 from pallas_kernels.problem import Problem
 
 ROOT = Path(__file__).parent.parent

@@ -26,9 +26,9 @@ import numpy as np
 import pytest
 
 import jaxgemm
-from jaxgemm import device, plan, user_table
+from jaxgemm import device, plan, reference, user_table
 from jaxgemm.autotune import tuner
-from jaxgemm.autotune.measure import Choice
+from jaxgemm.autotune.programs import Choice
 from pallas_kernels.problem import Epilogue, Problem
 
 pytestmark = pytest.mark.usefixtures("folder")
@@ -49,6 +49,40 @@ def test_the_winner_is_planned_from_then_on(capsys):
   assert "1.60  blocked BlockedConfig" in text and str(NN) in text
   assert len(text.splitlines()) == 1 + len(results)
   assert "autotune" in capsys.readouterr().err  # The bar.
+
+
+def test_groups_and_scales_are_planned_as_measured():
+  """Gradients, too; and not what the kernel converts, or of which XLA is named."""
+  def products(x, w, x8, w8, sizes, scale):
+    named = jaxgemm.ragged_dot(x, w, sizes, implementation="xla")
+    converted = jaxgemm.ragged_dot(x, w8.swapaxes(1, 2).astype(x.dtype), sizes)
+    plain = jaxgemm.ragged_dot(x, w, sizes)
+    scaled = jaxgemm.scaled_ragged_dot(x8, w8, sizes, scale, transposed=True)
+    one = jaxgemm.scaled_matmul(x8, w8[0].T, scale)
+    return sum(
+        jnp.sum(y.astype("float32") ** 2)
+        for y in (named, converted, plain, scaled, one)
+    )
+
+  operands = (
+      shape(256, 512), shape(8, 512, 128), shape(256, 512, dtype="float8_e4m3fn"),
+      shape(8, 128, 512, dtype="float8_e4m3fn"), shape(8, dtype="int32"),
+      shape(256, 4, dtype="float32"),
+  )
+
+  for fn, kinds in (
+      (products, {("m", "none"), ("m", "blocks"), ("", "blocks")}),
+      (jax.grad(products, (0, 1)), {("m", "none"), ("k", "none")}),
+  ):
+    watch = Stopwatch(lambda choice: 9.0 if choice == XLA else 5.0)
+    results = tuned(fn, *operands, measure=watch, force=True)
+    assert {(r.problem.grouped, r.problem.epilogue.scaling) for r in results} == kinds
+    for result in results:
+      assert result.plan.source == "user table" and result.plan.kernel != "xla"
+      assert result.plan == plan.make_plan(result.problem, H200)
+    user_table.forget()  # Read from the file, they are the same.
+    plan.make_plan.cache_clear()
+    assert [plan.make_plan(r.problem, H200) for r in results] == [r.plan for r in results]
 
 
 def test_xla_and_the_best_of_each_kernel_are_measured():
@@ -278,6 +312,36 @@ def test_a_gpu_is_tuned(folder):
     assert np.linalg.norm(x - y) < 1e-2 * np.linalg.norm(x)
   again = Stopwatch(blocked_wins)
   assert jaxgemm.autotune(gradient, a, b, measure=again) == results and not again.jobs
+
+
+@pytest.mark.gpu
+def test_groups_and_scales_are_tuned_on_a_gpu(folder, rng):
+  x = jnp.asarray(rng.standard_normal((512, 512)), "bfloat16")
+  w = jnp.asarray(rng.standard_normal((4, 256, 512)), "bfloat16")
+  sizes = jnp.array([100, 0, 300, 90], jnp.int32)
+  (x8, sx), (w8, sw) = jaxgemm.quantise(x, block=(1, 128)), jaxgemm.quantise(
+      w, block=(128, 128)
+  )
+
+  def fn(x, w):
+    y = jaxgemm.ragged_dot(x, w, sizes, transposed=True)
+    y += jaxgemm.scaled_ragged_dot(x8, w8, sizes, sx, sw, transposed=True)
+    y += jaxgemm.scaled_matmul(x8, w8[0].T, sx, sw[0].T)
+    return jnp.sum(y.astype("float32") ** 2)
+
+  gradient = jax.jit(jax.value_and_grad(fn, (0, 1)))
+  before = gradient(x, w)
+  results = jaxgemm.autotune(gradient, x, w, max_candidates=5)
+  print(results)
+  assert {(r.problem.grouped, r.problem.epilogue.scaling) for r in results} == {
+      ("m", "none"), ("k", "none"), ("m", "blocks"), ("", "blocks")
+  }
+  for result in results:
+    assert result.failures == () and result.plan.source == "user table"
+  for found, wanted in zip(
+      jax.tree.leaves(gradient(x, w)), jax.tree.leaves(before), strict=True
+  ):
+    assert reference.relative_error(found, wanted) < 1e-2
 
 
 @pytest.mark.gpu

@@ -21,9 +21,23 @@ import jaxgemm
 from jaxgemm import primitive
 from jaxgemm.autotune import measure as measuring
 from jaxgemm.autotune.gate import Gate
-from jaxgemm.autotune.measure import Choice, Job, Measurement
-from jaxgemm.autotune.operands import make_inputs, operand_types, stored_shapes
-from pallas_kernels.problem import BlockedConfig, Epilogue, PipelinedConfig, Problem
+from jaxgemm.autotune.measure import Job, Measurement
+from jaxgemm.autotune.operands import (
+  make_inputs,
+  operand_types,
+  out_shape,
+  stored_shapes,
+)
+from jaxgemm.autotune.programs import Choice, bound_product, program
+from jaxgemm.recording import recording
+from pallas_kernels.problem import (
+  BlockedConfig,
+  Epilogue,
+  PersistentConfig,
+  PipelinedConfig,
+  Problem,
+)
+from tests.kernel_cases import more
 
 pytestmark = pytest.mark.usefixtures("folder")
 
@@ -42,7 +56,7 @@ PROBLEMS = [
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_what_is_measured_is_the_problem(problem):
-  product = measuring.bound_product(problem, XLA)
+  product = bound_product(problem, XLA)
   types = operand_types(problem)
   assert [x.shape for x in types] == list(stored_shapes(problem))
   c_dtype = types[2].dtype.name if len(types) == 3 else None
@@ -54,7 +68,47 @@ def test_what_is_measured_is_the_problem(problem):
   assert eqn.params["product"] == product and lowered.out_info.dtype == problem.out_dtype
 
 
-@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def of_groups(m, n, k, groups=3, grouped="m", **fields):
+  if grouped == "m":
+    fields = dict(rhs_batched=True) | fields
+  else:
+    fields = dict(rhs_batched=False, lhs_layout="m-major") | fields
+  return Problem(m, n, k, groups, lhs_batched=False, grouped=grouped, **fields)
+
+
+FLOAT8 = dict(dtype="float8_e4m3fn", algorithm="e4m3_f32")
+GROUPED = [
+    of_groups(70, 40, 64),
+    of_groups(70, 40, 64, groups=1, rhs_layout="k-major"),
+    of_groups(40, 48, 200, grouped="k"),
+    of_groups(70, 40, 64, dtype="int8", out_dtype="int32", algorithm="i8_i32"),
+    *(
+        of_groups(
+            90, 208, 300, rhs_layout="k-major", epilogue=Epilogue(scaling=scaling),
+            **FLOAT8,
+        )
+        for scaling in ("rows", "blocks")
+    ),
+    *(Problem(90, 208, 300, epilogue=Epilogue(scaling=x), **FLOAT8)
+      for x in ("rows", "blocks")),
+    Problem(24, 40, 200, batch=2, epilogue=Epilogue(scaling="blocks"), **FLOAT8),
+]
+
+
+@pytest.mark.parametrize("problem", GROUPED, ids=str)
+def test_groups_and_scales_are_measured_as_they_are_asked_for(problem):
+  with jaxgemm.target("NVIDIA H200"), recording() as found:
+    traced = jax.jit(program(problem, XLA)).trace(*operand_types(problem))
+    lowered = traced.lower(lowering_platforms=("cuda",))
+  assert lowered.out_info.shape == out_shape(problem)
+  assert [plan.problem for plan in found.plans] == [problem]
+  inputs = make_inputs(problem)(jax.random.key(0))
+  assert [(x.shape, x.dtype) for x in inputs] == [
+      (x.shape, x.dtype) for x in operand_types(problem)
+  ]
+
+
+@pytest.mark.parametrize("problem", [*PROBLEMS, *GROUPED], ids=str)
 def test_the_gate_knows_epilogues_and_shared_operands(problem):
   inputs = make_inputs(problem)(jax.random.key(0))
   xla = measuring._lower(problem, XLA).compile()
@@ -62,7 +116,8 @@ def test_the_gate_knows_epilogues_and_shared_operands(problem):
   assert gate.set_baseline(xla, inputs).passed
   assert gate.baseline_error < 1e-2
   assert gate.check(xla, inputs).passed
-  assert not gate.check(lambda *x: xla(*x) * 1.1, inputs).passed
+  off = lambda *x: (xla(*x) * 1.1).astype(problem.out_dtype)
+  assert not gate.check(off, inputs).passed
 
 
 def emulated(choices, problem=NN, timer=None) -> list[Measurement]:
@@ -92,6 +147,34 @@ def test_candidates_are_compiled_checked_and_timed(monkeypatch):
   assert (good.times_us, good.failure) == ((2.0, 2.0), None)
   assert bad.times_us == () and "ValueError" in bad.failure and "tile_m" in bad.failure
   assert (other.times_us, other.failure) == ((4.0, 4.0), None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("problem", "config"),
+    [
+        (GROUPED[0], dict(tile_m=64, tile_n=16, consumers=1, num_stages=3, swap=True)),
+        more(GROUPED[2], dict(tile_m=64, tile_n=64, consumers=1, num_stages=3)),
+        more(
+            GROUPED[5], dict(tile_m=64, tile_n=128, tile_k=128, consumers=1, promote=1)
+        ),
+        more(GROUPED[7], dict(tile_m=64, tile_n=128, tile_k=128, consumers=1, promote=1)),
+    ],
+    ids=str,
+)
+def test_kernels_of_groups_and_of_scales_are_checked_and_timed(
+    problem, config, monkeypatch
+):
+  monkeypatch.setattr(measuring, "_REPEATS", 2)
+  kernel = f"grouped_{problem.grouped}" if problem.grouped else "persistent"
+  config = PersistentConfig(**config)
+  wrong = dataclasses.replace(config, tile_m=96)
+  xla, good, bad = emulated(
+      [XLA, Choice(kernel, config), Choice(kernel, wrong)], problem
+  )
+  assert (xla.times_us, xla.failure) == ((1.0, 1.0), None)
+  assert (good.times_us, good.failure) == ((2.0, 2.0), None)
+  assert bad.times_us == () and "tile_m=96" in bad.failure
 
 
 def test_wrong_and_raising_kernels_fail(monkeypatch):

@@ -177,6 +177,7 @@ def test_plans(block, scaling):
   (plan,) = plans(multiply, *operands)
   assert plan.kernel == "grouped_m" and plan.problem.rhs_layout == "k-major"
   assert plan.problem.epilogue.scaling == scaling
+  assert f"scales of {scaling}" in str(plan.problem)
   with jaxgemm.target("NVIDIA H200"):
     traced = jax.jit(multiply).trace(*operands)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()

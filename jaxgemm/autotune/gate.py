@@ -12,7 +12,8 @@ call. A result passes if, in this order,
 
 All of this holds for the operand c, too, where a product has one.
 
-Small problems are compared with the oracle in full. Of large ones the oracle
+Small problems are compared with the oracle in full. Of large ones, and of groups of
+rows, the oracle
 covers 64 rows by 64 columns of up to four products of the batch, all of k: one
 row and one column at random from each of 64 equal strata, the first and the
 last always among them. The third check reads every element, so that a wrong
@@ -34,7 +35,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgemm import reference
-from jaxgemm.autotune.operands import Inputs, operand_types
+from jaxgemm.autotune.operands import (
+  Inputs,
+  group_sizes,
+  has_scales,
+  operand_types,
+  out_shape,
+)
+from jaxgemm.quantisation import expand
 from pallas_kernels.problem import Problem
 
 Product = Callable[..., jax.Array]  # Of operands as stored.
@@ -78,19 +86,22 @@ class Gate:
   def __init__(self, problem: Problem, seed: int):
     self._problem = problem
     rng = np.random.default_rng(seed)
-    if problem.flops <= _FULL_ORACLE_FLOPS:
+    if problem.grouped:
+      rows = group_sizes(problem)
+      self._group = np.repeat(np.arange(problem.batch), rows)  # Of each row.
+    if problem.flops <= _FULL_ORACLE_FLOPS and not problem.grouped:
       sizes = (problem.batch, problem.m, problem.n)
       self._indices = tuple(np.arange(size) for size in sizes)
     else:
       self._indices = (
-          _stratified(problem.batch, _BATCH_SAMPLE, rng),
+          _stratified(problem.out_shape[0], _BATCH_SAMPLE, rng),
           _stratified(problem.m, _SAMPLE, rng),
           _stratified(problem.n, _SAMPLE, rng),
       )
-    out_shape = problem.out_shape if problem.batch > 1 else problem.out_shape[1:]
-    out = jax.ShapeDtypeStruct(out_shape, problem.out_dtype)
+    shape = out_shape(problem)
+    out = jax.ShapeDtypeStruct(shape, problem.out_dtype)
     unwritten = _POISON if self._is_exact else jnp.nan
-    poison = jax.jit(lambda: jnp.full(out_shape, unwritten, problem.out_dtype))
+    poison = jax.jit(lambda: jnp.full(shape, unwritten, problem.out_dtype))
     self._poison = poison.lower().compile()
     self._sample_inputs = jax.jit(self._sampled_inputs).lower(
         *operand_types(problem)
@@ -115,6 +126,7 @@ class Gate:
     finite, sample, *_ = self._inspect(out, out)
     if not finite:
       return Verdict(None, "XLA's own result is not finite")
+    self._oracle = self._oracle.reshape(sample.shape)
     self._baseline = out
     self.baseline_error = self._error(sample)
     return Verdict(self.baseline_error, None)
@@ -154,10 +166,14 @@ class Gate:
     norm = np.linalg.norm(self._oracle)
     return float(np.linalg.norm(difference) / norm) if norm else float(difference.any())
 
-  def _sampled_inputs(self, lhs: jax.Array, rhs: jax.Array, *c: jax.Array) -> Inputs:
+  def _sampled_inputs(
+      self, lhs: jax.Array, rhs: jax.Array, *others: jax.Array
+  ) -> Inputs:
     """Returns lhs [b, rows, k], rhs [b, k, columns], c [b, rows, columns] of the sample.
 
-    An operand that serves the whole batch has b = 1.
+    An operand that serves the whole batch has b = 1. Of a product whose rows are in
+    groups each row is a product of its own: lhs [rows, 1, k], rhs [rows, k, columns].
+    Values that have scales are float32, times these.
     """
     problem = self._problem
     batch, rows, columns = self._indices
@@ -167,12 +183,31 @@ class Gate:
       lhs = lhs.swapaxes(1, 2)
     if problem.rhs_layout == "k-major":
       rhs = rhs.swapaxes(1, 2)
+    found = self._sampled(lhs, rhs)
+    if has_scales(problem):
+      scales = self._sampled(*_full_scales(problem, *others[:2]))
+      found = tuple(
+          x.astype(jnp.float32) * expand(scale, x.shape)
+          for x, scale in zip(found, scales, strict=True)
+      )
+    if problem.grouped == "k":
+      lhs, rhs = found
+      belongs = self._group == batch[:, None]
+      return jnp.where(belongs[:, None], lhs, 0), rhs
+    if problem.epilogue.has_c:
+      c = others[0].reshape(problem.out_shape)[batch]
+      return *found, c[:, rows][:, :, columns]
+    return found
+
+  def _sampled(self, lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Of arrays [b, m, .] and [b, ., n] what belongs to the sample."""
+    problem = self._problem
+    batch, rows, columns = self._indices
+    if problem.grouped == "m":
+      return lhs[0, rows][:, None], rhs[self._group[rows]][:, :, columns]
     lhs = lhs[batch] if problem.lhs_batched else lhs
     rhs = rhs[batch] if problem.rhs_batched else rhs
-    c = tuple(x.reshape(problem.out_shape)[batch] for x in c)
-    return (
-        lhs[:, rows], rhs[:, :, columns], *(x[:, rows][:, :, columns] for x in c)
-    )
+    return lhs[:, rows], rhs[:, :, columns]
 
   def _inspection(
       self, out: jax.Array, baseline: jax.Array
@@ -192,6 +227,16 @@ class Gate:
     distance = jnp.abs(out.astype(jnp.float32) - baseline)
     deviation = jnp.max(distance / jnp.maximum(jnp.abs(baseline), scale))
     return jnp.isfinite(out).all(), sample, deviation
+
+
+def _full_scales(
+    problem: Problem, rows: jax.Array, cols: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """Returns the scales of lhs [b, m, blocks of k] and of rhs [b, blocks of k, n]."""
+  if problem.epilogue.scaling == "rows":
+    return rows.reshape(-1, problem.m, 1), cols[:, None]
+  rows = rows.reshape(-1, *rows.shape[-2:]).swapaxes(1, 2)
+  return rows, expand(cols, (*cols.shape[:2], problem.n))
 
 
 def _stratified(size: int, count: int, rng: np.random.Generator) -> np.ndarray:

@@ -19,28 +19,13 @@ import jax
 from jaxgemm.autotune import timing
 from jaxgemm.autotune.gate import Gate, Product
 from jaxgemm.autotune.operands import Inputs, make_inputs, operand_types
-from jaxgemm.contexts import current_target
+from jaxgemm.autotune.programs import Choice, program
 from jaxgemm.device import Device
-from jaxgemm.dims import Dims
-from jaxgemm.precision import asked_for
-from jaxgemm.primitive import bind
-from jaxgemm.product import Product as BoundProduct
-from pallas_kernels.problem import Config, Problem
+from pallas_kernels.problem import Problem
 
 _CHUNK = 192  # About so many programs are compiled before the first is timed.
 _MAX_THREADS = 16
 _REPEATS = 20
-
-
-@dataclasses.dataclass(frozen=True)
-class Choice:
-  """What may compute a problem: a kernel and its config, or "xla" and None."""
-
-  kernel: str
-  config: Config | None
-
-  def __str__(self) -> str:
-    return self.kernel if self.config is None else f"{self.kernel} {self.config}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,28 +78,6 @@ def measure(
       yield _run(prepared.popleft(), device, timer)
 
 
-def bound_product(problem: Problem, choice: Choice) -> BoundProduct:
-  """Returns the parameters with which gemm_p computes this problem by this choice."""
-  lhs = "mk" if problem.lhs_layout == "k-major" else "km"
-  rhs = "kn" if problem.rhs_layout == "n-major" else "nk"
-  return BoundProduct(
-      dims=Dims(
-          f"b{lhs}" if problem.lhs_batched else lhs,
-          f"b{rhs}" if problem.rhs_batched else rhs,
-          b=int(problem.batch > 1),
-      ),
-      out_dtype=problem.out_dtype,
-      algorithm=problem.algorithm,
-      # The baseline is XLA's product as users get it, whatever the context says.
-      precision=asked_for(problem.algorithm),
-      alpha=problem.epilogue.alpha,
-      beta=problem.epilogue.beta,
-      implementation=choice.kernel,
-      config=choice.config,
-      target=current_target(),
-  )
-
-
 @dataclasses.dataclass(frozen=True)
 class _Prepared:
   """A job with all that it runs, compiled; an exception is what did not compile.
@@ -161,8 +124,7 @@ def _prepare(jobs: Sequence[Job]) -> list[_Prepared]:
 
 
 def _lower(problem: Problem, choice: Choice) -> jax.stages.Lowered:
-  function = functools.partial(bind, product=bound_product(problem, choice))
-  return jax.jit(function).lower(*operand_types(problem))
+  return jax.jit(program(problem, choice)).lower(*operand_types(problem))
 
 
 def _frame(problem: Problem, seed: int) -> _Frame:
@@ -216,12 +178,12 @@ def _check(
 ) -> list[str | None]:
   """Returns why each program fails, XLA's first; None where it passes the gate."""
   failures: list[str | None] = []
-  for index, program in enumerate(programs):
+  for index, compiled in enumerate(programs):
     check = gate.check if index else gate.set_baseline
     try:
-      if isinstance(program, Exception):
-        raise program
-      failures.append(check(program, inputs).reason)
+      if isinstance(compiled, Exception):
+        raise compiled
+      failures.append(check(compiled, inputs).reason)
     except Exception as error:
       failures.append(_reason(error))
   return failures

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+import zlib
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from jaxgemm.quantisation import num_blocks
 from pallas_kernels.problem import Problem
 
-Inputs = tuple[jax.Array, ...]  # lhs, rhs and, where the epilogue has one, c
+# lhs, rhs and, where there are some, c, the scales of both, the rows of each group.
+Inputs = tuple[jax.Array, ...]
+_EVENNESS = 4.0  # Of a Dirichlet distribution: groups differ by half their mean.
 
 
 def stored_shapes(problem: Problem) -> tuple[tuple[int, ...], ...]:
   """Returns the shapes of lhs, rhs and maybe c as stored.
 
   None has a batch dimension if the batch is one product, nor has an operand that
-  serves the whole batch.
+  serves the whole batch. What has scales, or a matrix for each group, has always one.
   """
   shapes = [
       problem.lhs_shape if problem.lhs_batched else problem.lhs_shape[1:],
@@ -24,31 +29,69 @@ def stored_shapes(problem: Problem) -> tuple[tuple[int, ...], ...]:
   ]
   if problem.epilogue.has_c:
     shapes.append(problem.out_shape)
-  if problem.batch == 1:
+  if problem.batch == 1 and not (problem.grouped or has_scales(problem)):
     shapes = [shape[-2:] for shape in shapes]
   return tuple(shapes)
 
 
+def out_shape(problem: Problem) -> tuple[int, ...]:
+  """Returns the shape of the result; it has a batch dimension as `stored_shapes` say."""
+  if problem.grouped == "m":
+    return problem.out_shape[1:]
+  if problem.batch == 1 and not (problem.grouped or has_scales(problem)):
+    return problem.out_shape[1:]
+  return problem.out_shape
+
+
+def has_scales(problem: Problem) -> bool:
+  return problem.epilogue.scaling != "none"
+
+
+def _scale_shapes(problem: Problem) -> list[tuple[int, ...]]:
+  """Of lhs and of rhs, as the primitives take them."""
+  if not has_scales(problem):
+    return []
+  lead = () if problem.grouped else (problem.batch,)
+  rows, cols = (*lead, problem.m), (problem.batch, problem.n)
+  if problem.epilogue.scaling == "blocks":
+    blocks = num_blocks(problem.k)
+    rows = *lead, blocks, problem.m
+    cols = problem.batch, blocks, num_blocks(problem.n)
+  return [rows, cols]
+
+
+def group_sizes(problem: Problem) -> np.ndarray:
+  """Returns the rows of each group, the same whenever they are asked for."""
+  rng = np.random.default_rng(zlib.crc32(str(problem).encode()))
+  rows = problem.m if problem.grouped == "m" else problem.k
+  shares = rng.dirichlet(np.full(problem.batch, _EVENNESS))
+  return rng.multinomial(rows, shares).astype(np.int32)
+
+
 def operand_types(problem: Problem) -> tuple[jax.ShapeDtypeStruct, ...]:
-  """Returns the types of lhs, rhs and maybe c as stored."""
-  dtypes = [*problem.stored_dtypes, problem.epilogue.c_dtype]
-  return tuple(
-      jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
-      for shape, dtype in zip(stored_shapes(problem), dtypes, strict=False)
-  )
+  """Returns the types of the operands as stored, in the order of `Inputs`."""
+  shapes = stored_shapes(problem)
+  dtypes = [*problem.stored_dtypes, problem.epilogue.c_dtype][: len(shapes)]
+  found = list(zip(shapes, dtypes, strict=True))
+  found += [(shape, "float32") for shape in _scale_shapes(problem)]
+  if problem.grouped:
+    found.append(((problem.batch,), "int32"))
+  return tuple(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in found)
 
 
 def make_inputs(problem: Problem) -> Callable[[jax.Array], Inputs]:
   """Returns a jitted function of a PRNG key: operands, made on the device.
 
-  They are normal, or integers of all sizes.
+  They are normal, or integers of all sizes, but for the rows of groups.
   """
-  types = operand_types(problem)
+  types, rows = operand_types(problem), ()
+  if problem.grouped:
+    types, rows = types[:-1], (group_sizes(problem),)
 
   @jax.jit
   def inputs(key: jax.Array) -> Inputs:
     keys = jax.random.split(key, len(types))
-    return tuple(drawn(keys[i], operand) for i, operand in enumerate(types))
+    return (*(drawn(keys[i], operand) for i, operand in enumerate(types)), *rows)
 
   return inputs
 

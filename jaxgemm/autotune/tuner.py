@@ -17,7 +17,8 @@ from jaxgemm import cost_model, user_table
 from jaxgemm import plan as plans
 from jaxgemm.autotune import measure as gpu
 from jaxgemm.autotune import progress, timing
-from jaxgemm.autotune.measure import Choice, Job, Measure, Measurement
+from jaxgemm.autotune.measure import Job, Measure, Measurement
+from jaxgemm.autotune.programs import Choice
 from jaxgemm.contexts import current_target, device_of
 from jaxgemm.device import Device, portable, supported
 from jaxgemm.recording import recorded
@@ -91,9 +92,10 @@ def autotune(
   ahead of time keeps its plans. Programs of several processes should be tuned by one
   process beforehand, so that all of them read the same table.
 
-  Products with an `implementation` are left as they are, and those of
-  `jaxgemm.scaled_matmul`, `ragged_dot` and `scaled_ragged_dot`. Products that are
-  `batch_invariant` are measured like others, but take only winners that do not split k.
+  Products with an `implementation` are left as they are, and those in groups of rows
+  whose matrices the kernel converts from 8 bits. Others in groups are measured with
+  groups whose sizes differ by half their mean. Products that are `batch_invariant` are
+  measured like others, but take only winners that do not split k.
   Of products that jit shards by itself, XLA must compile the function to reveal the
   shards.
 
