@@ -5,12 +5,8 @@
   activated one of our activations, however many equations that is
   gated     the product of that and of another product of the same lhs
 
-Of a product in groups of rows, which is a chain of another type:
-
-  grouped   ragged_dot, or one of ours
-  turned    a narrower result, or one transposed that lhs and rhs, exchanged, give
-
-A chain takes an equation only if nothing else wants what enters it.
+Products in groups of rows are chains of another type: see `ragged_chains`. A chain takes
+an equation only if nothing else wants what enters it.
 """
 
 from __future__ import annotations
@@ -20,25 +16,18 @@ import dataclasses
 import functools
 import math
 
-import jax
-from jax.extend import core
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, primitives
 import jax.numpy as jnp
 
-from jaxgemm import precision as precisions
-from jaxgemm.contexts import current_target, is_batch_invariant
+from jaxgemm import ragged_chains
 from jaxgemm.contraction import product_of
 from jaxgemm.dims import Axes, label_axes
+from jaxgemm.equations import FLOATS, Users, activation, is_plain, users_of
 from jaxgemm.primitive import gemm_p
 from jaxgemm.product import Product
-from jaxgemm.ragged_product import Ragged, algorithm_of, ragged_p
-from pallas_kernels import compat
+from jaxgemm.ragged_chains import RaggedChain
 from pallas_kernels.problem import NONE
 
-_FLOATS = "float16", "bfloat16", "float32"  # Of operands, and of what is fused.
-_SUMMED = "float16", "bfloat16"  # Of operands whose sums are of groups of rows,
-_GROUPED = *_SUMMED, "int8", "float8_e4m3fn", "float8_e5m2"  # and whose rows are.
-_Users = dict[Var, list[int | None]]  # Of a variable: equations, None for the results.
 _Maker = Callable[[Var], JaxprEqn | None]  # Of a variable: the equation.
 
 
@@ -69,22 +58,6 @@ class Chain:
   narrowed: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class RaggedChain:
-  """A product in groups of rows and the equations behind it that its kernel can compute.
-
-  Attributes:
-    first, last, taken, exchanged: as of a Chain.
-    facts: what it is.
-  """
-
-  first: int
-  last: int
-  taken: frozenset[int]
-  facts: Ragged
-  exchanged: bool = False
-
-
 class Fusion:
   """The chains of a jaxpr.
 
@@ -98,7 +71,7 @@ class Fusion:
     self.chains: dict[int, Chain] = {}
     self.ragged: dict[int, RaggedChain] = {}
     self.within: set[int] = set()
-    self._equations, self._users = jaxpr.eqns, _users(jaxpr)
+    self._equations, self._users = jaxpr.eqns, users_of(jaxpr)
     self._made_at = {
         x: index for index, equation in enumerate(jaxpr.eqns) for x in equation.outvars
     }
@@ -106,8 +79,8 @@ class Fusion:
     for first, equation in reversed(list(enumerate(jaxpr.eqns))):
       chain = _begun(first, equation)
       if chain is None:
-        self._turn(_grouped(first, equation))
-      elif all(x.aval.dtype.name in _FLOATS for x in equation.invars[:2]):
+        self._turn(ragged_chains.begun(first, equation))
+      elif all(x.aval.dtype.name in FLOATS for x in equation.invars[:2]):
         self._grow(chain)
       else:
         self.chains[first] = chain
@@ -155,7 +128,7 @@ class Fusion:
     following = self._following(chain)
     if not following or following & (self.chains.keys() | self.within):
       return None
-    if chain.product.out_dtype not in _FLOATS or out.aval.weak_type:
+    if chain.product.out_dtype not in FLOATS or out.aval.weak_type:
       return None
     longer = None
     if len(self._users[out]) == 1:
@@ -179,7 +152,9 @@ class Fusion:
     while longer is not None:
       chain, following = longer, self._following(longer)
       index = following.pop() if len(following) == 1 else None
-      longer = None if index is None else _turned(chain, index, self._equations[index])
+      longer = None
+      if index is not None:
+        longer = ragged_chains.turned(chain, index, self._equations[index])
     if chain is not None:
       self.ragged[chain.last] = chain
       self.within |= chain.taken - {chain.last}
@@ -209,25 +184,6 @@ class Fusion:
     """The equation whose result x is."""
     index = self._made_at.get(x)
     return None if index is None else self._equations[index]
-
-
-def is_plain(aval) -> bool:
-  """Whether it is an array in the device's memory, of no explicit mesh."""
-  if not isinstance(aval, jax.core.ShapedArray) or not aval.sharding.mesh.empty:
-    return False
-  return aval.memory_space == jax.memory.Space.Device
-
-
-def _users(jaxpr: Jaxpr) -> _Users:
-  found: _Users = {}
-  for index, equation in enumerate(jaxpr.eqns):
-    for x in equation.invars:
-      if isinstance(x, Var):
-        found.setdefault(x, []).append(index)
-  for x in jaxpr.outvars:
-    if isinstance(x, Var):
-      found.setdefault(x, []).append(None)
-  return found
 
 
 def _begun(index: int, equation: JaxprEqn) -> Chain | None:
@@ -269,7 +225,7 @@ def _followed(
     return _transposed(chain, out, index, equation.params["permutation"])
   if (result.shape, result.sharding) != (out.aval.shape, out.aval.sharding):
     return None
-  if result.dtype.name not in _FLOATS or result.weak_type:
+  if result.dtype.name not in FLOATS or result.weak_type:
     return None
   narrower = result.dtype.itemsize < jnp.dtype(product.out_dtype).itemsize
   if chain.narrowed and result.dtype.itemsize > jnp.dtype(product.out_dtype).itemsize:
@@ -293,7 +249,7 @@ def _followed(
     return changed(product=product.replace(alpha=product.alpha * factor))
   if name in ("add", "add_any") and len(others) == 1 and isinstance(others[0], Var):
     (other,) = others
-    if other.aval.dtype.name not in _FLOATS or other.aval.weak_type:
+    if other.aval.dtype.name not in FLOATS or other.aval.weak_type:
       return None
     free = chain.bias is None and product.activation == NONE
     bias = _bias(other, chain, out.aval.shape, maker) if free else None
@@ -335,7 +291,7 @@ def _gated(
   same_lhs = gate.invars[0] is up.invars[0] and not (chain.exchanged or other.exchanged)
   if not alone or not same_lhs or gate.invars[1].aval.shape != up.invars[1].aval.shape:
     return None
-  if result.dtype.name not in _FLOATS or result.weak_type:
+  if result.dtype.name not in FLOATS or result.weak_type:
     return None
   facts = facts.replace(gated=True, out_dtype=result.dtype.name)
   taken = chain.taken | other.taken | {last}
@@ -345,13 +301,13 @@ def _gated(
 
 
 def _activated(
-    chain: Chain, out: Var, equations: Sequence[JaxprEqn], users: _Users
+    chain: Chain, out: Var, equations: Sequence[JaxprEqn], users: Users
 ) -> Chain | None:
   """The chain with an activation of its result."""
   product = chain.product
   if product.activation != NONE or chain.c is not None or not _is_matrix(chain.axes):
     return None
-  found = _activation(out, equations, users)
+  found = activation(out, equations, users)
   if found is None:
     return None
   name, indices = found
@@ -401,163 +357,3 @@ def _bias(x: Var, chain: Chain, shape: tuple[int, ...], maker: _Maker) -> Var | 
     if math.prod(x.aval.shape) == math.prod(cols):
       return x
   return None
-
-
-# How ragged_dot_general counts dimensions: contracted, of the rows, of the groups. Of
-# another order one of the operands would have to be transposed first.
-_RAGGED_FORMS = {
-    (((1,), (1,)), (0,), (0,)): dict(sums=False, transposed=False),
-    (((1,), (2,)), (0,), (0,)): dict(sums=False, transposed=True),
-    (((0,), (0,)), (0,), ()): dict(sums=True, transposed=False),
-}
-
-
-def _grouped(index: int, equation: JaxprEqn) -> RaggedChain | None:
-  """The chain of a product in groups of rows alone; None if it is none, or not ours."""
-  params = equation.params
-  if equation.primitive is ragged_p:
-    facts = params["facts"]
-    named = facts.implementation is not None or facts.config is not None
-    return None if named else RaggedChain(index, index, frozenset([index]), facts)
-  if equation.primitive.name != "ragged_dot_general":
-    return None
-  form = _ragged_form(params["ragged_dot_dimension_numbers"])
-  avals = [x.aval for x in equation.invars]
-  if form is None or len(avals) != 3 or not all(map(is_plain, avals)):
-    return None
-  lhs, rhs, group_sizes = avals
-  ranks = 2, 2 if form["sums"] else 3, 1
-  if tuple(x.ndim for x in avals) != ranks or lhs.dtype != rhs.dtype:
-    return None
-  if lhs.weak_type or rhs.weak_type:
-    return None
-  if params.get("group_offset") is not None or params.get("out_sharding") is not None:
-    return None
-  invariant = is_batch_invariant() and not form["sums"]
-  facts = Ragged(
-      **form, out_dtype=equation.outvars[0].aval.dtype.name,
-      precision=compat.canonicalize_precision(params["precision"]), implementation=None,
-      config=None, must_serve=True, batch_invariant=invariant, target=current_target(),
-  )
-  n = rhs.shape[1 if form["sums"] or form["transposed"] else 2]
-  _, reason = algorithm_of(lhs, rhs, n=n, facts=facts)
-  if lhs.dtype.name not in (_SUMMED if form["sums"] else _GROUPED):
-    reason = reason or f"no kernel multiplies groups of rows of {lhs.dtype}"
-  if reason and invariant:
-    raise ValueError(f"batch_invariant: XLA's product is not: {reason}")
-  if reason:
-    return None
-  return RaggedChain(index, index, frozenset([index]), facts)
-
-
-def _ragged_form(numbers) -> dict[str, bool] | None:
-  """Which of ours a product in groups of rows of such dimension numbers is."""
-  contracted, batch = numbers.dot_dimension_numbers
-  ints = lambda dims: tuple(map(int, dims))
-  if any(map(ints, batch)):
-    return None
-  key = (
-      tuple(map(ints, contracted)), ints(numbers.lhs_ragged_dimensions),
-      ints(numbers.rhs_group_dimensions),
-  )
-  return _RAGGED_FORMS.get(key)
-
-
-def _turned(chain: RaggedChain, index: int, equation: JaxprEqn) -> RaggedChain | None:
-  """The chain with the equation that takes its result, if the kernel can."""
-  facts, name = chain.facts, equation.primitive.name
-  result, exchanged = equation.outvars[0].aval, chain.exchanged
-  if not is_plain(result) or result.weak_type:
-    return None
-  if name == "convert_element_type":
-    widened = result.dtype.itemsize >= jnp.dtype(facts.out_dtype).itemsize
-    floats = {facts.out_dtype, result.dtype.name} <= set(_FLOATS)
-    if widened or not floats:  # Of int8 the kernel has int32 alone.
-      return None
-    facts = facts.replace(out_dtype=result.dtype.name)
-  elif name == "transpose" and facts.sums:
-    if tuple(equation.params["permutation"]) != (0, 2, 1):
-      return None
-    facts = facts.replace(precision=precisions.exchanged(facts.precision))
-    exchanged = not exchanged
-  else:
-    return None
-  return RaggedChain(chain.first, index, chain.taken | {index}, facts, exchanged)
-
-
-# Activations as they are written, of ours by the same names.
-_WRITTEN = (
-    ("squared_relu", lambda x: jnp.square(jax.nn.relu(x))),
-    ("relu", jax.nn.relu),
-    ("silu", jax.nn.silu),
-    ("silu", lambda x: x * jax.nn.sigmoid(x)),
-    ("gelu", functools.partial(jax.nn.gelu, approximate=True)),
-    ("gelu_exact", functools.partial(jax.nn.gelu, approximate=False)),
-    ("sigmoid", jax.nn.sigmoid),
-    ("tanh", jnp.tanh),
-)
-
-
-@functools.lru_cache(maxsize=1024)
-def _written(shape: tuple[int, ...], dtype) -> tuple[tuple[str, Jaxpr], ...]:
-  x = jax.ShapeDtypeStruct(shape, dtype)
-  with jax.disable_jit(False):
-    return tuple((name, jax.make_jaxpr(fun)(x).jaxpr) for name, fun in _WRITTEN)
-
-
-def _activation(
-    out: Var, equations: Sequence[JaxprEqn], users: _Users
-) -> tuple[str, list[int]] | None:
-  """The activation that all users of `out` compute together, and which these are."""
-  for name, pattern in _written(out.aval.shape, out.aval.dtype):
-    if found := _matched(pattern, out, equations, users):
-      return name, found
-  return None
-
-
-def _matched(
-    pattern: Jaxpr, out: Var, equations: Sequence[JaxprEqn], users: _Users
-) -> list[int]:
-  """The indices of the equations that are those of the pattern, of `out`; [] if none."""
-  (argument,), (result,) = pattern.invars, pattern.outvars
-  of, indices = {argument: out}, []
-  for wanted in pattern.eqns:
-    inputs = [x if isinstance(x, Literal) else of[x] for x in wanted.invars]
-    source = next(x for x in inputs if isinstance(x, Var))
-    for index in users.get(source, ()):
-      if index is not None and index not in indices:
-        if _same(wanted, equations[index], inputs):
-          break
-    else:
-      return []
-    indices.append(index)
-    of[wanted.outvars[0]] = equations[index].outvars[0]
-  # Nothing else may need what is between, nor what enters.
-  between = [x for x in of if x is not result]
-  alone = all(set(users.get(of[x], ())) <= set(indices) for x in between)
-  return sorted(indices) if alone else []
-
-
-def _same(wanted: JaxprEqn, equation: JaxprEqn, inputs: Sequence[Var | Literal]) -> bool:
-  """Whether an equation is the one that a pattern has, of these inputs."""
-  if wanted.primitive is not equation.primitive:
-    return False
-  orders = [equation.invars]
-  if wanted.primitive.name in ("mul", "add"):
-    orders.append(equation.invars[::-1])
-  if not any(
-      len(order) == len(inputs) and all(map(_equal, inputs, order)) for order in orders
-  ):
-    return False
-  inner = [core.jaxprs_in_params(x.params) for x in (wanted, equation)]
-  if not any(inner):
-    return wanted.params == equation.params
-  # Where it is defined says which derivative it has, which is no part of the text.
-  text = lambda jaxpr: (str(jaxpr), jaxpr.debug_info.func_src_info)
-  return [*map(text, inner[0])] == [*map(text, inner[1])]
-
-
-def _equal(a: Var | Literal, b: Var | Literal) -> bool:
-  if isinstance(a, Literal) and isinstance(b, Literal):
-    return bool(a.val == b.val)
-  return a is b

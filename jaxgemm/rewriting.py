@@ -25,10 +25,12 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, primitives
 import jax.numpy as jnp
 
 from jaxgemm import ragged_product
-from jaxgemm.chains import Chain, Fusion, RaggedChain, is_plain
+from jaxgemm.chains import Chain, Fusion
 from jaxgemm.checkpoint_policies import knowing_ours
 from jaxgemm.contraction import contract
+from jaxgemm.equations import is_plain
 from jaxgemm.primitive import gemm_p
+from jaxgemm.ragged_chains import RaggedChain
 from jaxgemm.ragged_product import ragged_p
 from pallas_kernels import compat
 

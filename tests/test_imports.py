@@ -16,7 +16,7 @@ PACKAGES = ("pallas_kernels", "jaxgemm", "experiments", "tests")
 
 # Of jaxgemm's own modules, each may import only those before it.
 LAYERS = (
-    ("device", "arguments", "operand_passes", "cost_constants"),
+    ("device", "arguments", "operand_passes", "cost_constants", "equations"),
     ("work",),
     ("traffic",),
     ("cost_model", "tile_shapes", "ring_slots"),
@@ -38,7 +38,7 @@ LAYERS = (
     ("fused",),
     ("contraction",),
     ("api", "autotune", "ragged"),
-    ("scaled", "layers", "einsums"),
+    ("scaled", "layers", "einsums", "ragged_chains"),
     ("scaled_ragged", "losses", "mlp", "chains"),
     ("rewriting",),
     ("__init__",),
