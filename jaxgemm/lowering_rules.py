@@ -68,8 +68,18 @@ def can_partition(ctx) -> bool:
   return num_devices > 1 and named
 
 
-def check_not_exported(ctx, num_devices: int) -> None:
-  """Raises where XLA would have to partition the product in another process."""
+def check_shards(ctx, target: Target | None, batch_invariant: bool) -> None:
+  """Raises where shards that XLA's partitioner makes cannot be what they must be.
+
+  Of exported products it would have to make them in another process; under
+  `jaxgemm.emulate` they are XLA's products, as JAX loses the emulator's callbacks.
+  """
+  num_devices, *_ = compat.lowering_mesh(ctx)
+  if batch_invariant and emulates(target):
+    raise ValueError(
+        f"batch_invariant: of a product that jit shares out over {num_devices} devices,"
+        " XLA computes the shards under jaxgemm.emulate(): put it in a jax.shard_map"
+    )
   if compat.is_exported(ctx):
     raise NotImplementedError(
         f"jax.export of a product that jit shares out over {num_devices} devices: XLA"

@@ -24,7 +24,7 @@ from jaxgemm.layouts import ShardedArray, choose_layout
 from jaxgemm.lowering_rules import (
   can_partition,
   check_invariant,
-  check_not_exported,
+  check_shards,
   lower_local,
   register,
 )
@@ -111,7 +111,7 @@ def _lower_kernel(rules: _Rules, ctx, *operands, facts: Facts):
     function = functools.partial(rules.on_one_device, facts=local)
     return _lower(ctx, function, operands)
   if can_partition(ctx) and facts.implementation != "xla":
-    check_not_exported(ctx, num_devices)
+    check_shards(ctx, facts.target, facts.batch_invariant)
     record_partitioned()
     return _lower(ctx, _partitioned(rules, facts, len(operands)), operands)
   return by_xla(where="over several devices")

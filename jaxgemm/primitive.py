@@ -37,7 +37,7 @@ from jaxgemm.lowering import (
 from jaxgemm.lowering_rules import (
   can_partition,
   check_invariant,
-  check_not_exported,
+  check_shards,
   lower_local,
   register,
 )
@@ -131,7 +131,7 @@ def _lower_kernels(ctx, *operands, product: Product):
   elif product.implementation == "xla":  # Its partitioner knows its own product.
     return xla(where="over several devices")
   elif can_partition(ctx):
-    check_not_exported(ctx, num_devices)
+    check_shards(ctx, product.target, product.batch_invariant)
     record_partitioned()
     function = functools.partial(_partitioned, product)
   else:

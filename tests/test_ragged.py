@@ -860,6 +860,18 @@ def test_explicit_meshes(spec, out, emulated, rng):
     assert jax.typeof(one) == jax.typeof(operand)
 
 
+@pytest.mark.parametrize("multiply", [jaxgemm.ragged_dot, jaxgemm.matmul])
+def test_emulated_shards_are_not_batch_invariant(multiply, rng):
+  """They are XLA's, which an error says before XLA's partitioner finds out."""
+  mesh, (lhs, rhs, sizes) = mesh_of(), operands_of(rng, "bfloat16")
+  operands = [put(mesh, lhs, P()), put(mesh, rhs, P(None, None, "x")), sizes]
+  if multiply is jaxgemm.matmul:
+    operands = [operands[0], operands[1][0]]
+  with jaxgemm.emulate(), jaxgemm.batch_invariant():
+    with pytest.raises(ValueError, match="over 4 devices, XLA .*in a jax.shard_map"):
+      jax.jit(multiply).lower(*operands)
+
+
 def test_vmap_over_a_sharded_axis_says_what_to_do(rng):
   mesh, (_, rhs, sizes) = mesh_of(AxisType.Explicit), operands_of(rng)
   with jax.set_mesh(mesh):
