@@ -20,6 +20,7 @@ from jaxgemm.cotangents import Pass, cotangents
 from pallas_kernels import activations, compat
 from pallas_kernels import cotangents as kernel
 from pallas_kernels.cotangents import Cotangents
+from tests.kernel_cases import more
 
 
 def operands_of(facts, seed=0):
@@ -102,7 +103,7 @@ def gradients(values, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("save", ["preactivation", "nothing"])
+@pytest.mark.parametrize("save", ["preactivation", more("nothing")])
 def test_a_layer_s_backward_pass_takes_it(save, rng, monkeypatch):
   monkeypatch.setattr(kernel, "LEAST_ELEMENTS", 1)
   shapes = dict(x=(2, 96, 72), w=(72, 136), bias=(136,))

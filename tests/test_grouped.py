@@ -121,7 +121,9 @@ SIZES = {
 
 @pytest.mark.parametrize(
     "name",
-    ["some empty", "fewer", "more", *map(more, ("one row each", "all in one", "none"))],
+    kernel_cases.mostly_more(
+        ["some empty", "fewer", "more", "one row each", "all in one", "none"]
+    ),
 )
 def test_rows_of_few_row_tiles(name):
   sizes = SIZES[name]
@@ -144,7 +146,7 @@ ROWS = (
     (dict(consumers=2, wg_dim="tile"), {}),
     more(dict(tile_m=256, consumers=2), {}),  # Two strips of 64 rows a warpgroup.
     more(dict(cluster_n=2), {}),
-    (dict(promote=1), dict(out_dtype="float32")),
+    more(dict(promote=1), dict(out_dtype="float32")),
     more(dict(SWAP, tile_n=32), dict(dtype="float16")),
     (dict(tile_k=128, promote=1), dict(dtype="float8_e4m3fn", out_dtype="float32")),
     more(dict(tile_k=128), dict(dtype="float8_e5m2", out_dtype="bfloat16")),
@@ -179,7 +181,9 @@ def test_rows(fields, of_problem):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "m, n, k",
-    [(33, 8, 8), (7, 200, 129), more(1, 64, 64), more(64, 72, 1), more(65, 8, 257)],
+    kernel_cases.mostly_more(
+        [(7, 200, 129), (33, 8, 8), (1, 64, 64), (64, 72, 1), (65, 8, 257)]
+    ),
     ids=str,
 )
 def test_rows_of_small_and_odd_sizes(m, n, k):
@@ -263,10 +267,10 @@ SUMS = (
     more(dict(tile_m=128, tile_n=128, consumers=2, num_stages=2), dict(dtype="float16")),
     more(dict(consumers=2, wg_dim="tile", num_stages=2, cluster_n=2), {}),
     more(dict(tile_m=128, tile_n=128, consumers=2, promote=2), dict(out_dtype="float32")),
-    (dict(tile_n=128, consumers=2, wg_dim="n", tile_m=128), {}),
-    (dict(cluster_m=2), {}),
+    more(dict(tile_n=128, consumers=2, wg_dim="n", tile_m=128), {}),
+    more(dict(cluster_m=2), {}),
     (dict(cluster_n=2, tile_m=128, tile_n=128, consumers=2), {}),
-    (dict(promote=1), dict(out_dtype="float32")),
+    more(dict(promote=1), dict(out_dtype="float32")),
     (dict(promote=2, consumers=2, wg_dim="tile"), dict(out_dtype="float32")),
     more(dict(tile_m=192, tile_n=192, consumers=3), {}),
     more(dict(cluster_m=2, cluster_n=2, num_stages=2), {}),
@@ -313,8 +317,11 @@ def check_sums_alone(problem, launch):
 @INFINITE
 @pytest.mark.parametrize(
     "fields",
-    [dict(tile_m=128, tile_n=128, consumers=2), dict(consumers=2, wg_dim="tile"),
-     more(dict(cluster_n=2))], ids=str,
+    kernel_cases.mostly_more(
+        [dict(tile_m=128, tile_n=128, consumers=2), dict(consumers=2, wg_dim="tile"),
+         dict(cluster_n=2)]
+    ),
+    ids=str,
 )
 def test_what_is_not_finite_stays_in_its_group(fields):
   problem = of_k(*ISOLATED_SUMS)

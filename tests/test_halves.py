@@ -49,7 +49,7 @@ def wide(x) -> np.ndarray:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layouts", kernel_cases.mostly_more(LAYOUTS, 2))
+@pytest.mark.parametrize("layouts", kernel_cases.mostly_more(LAYOUTS))
 def test_layouts(layouts):
   check(problem_of(133, 203, 141, layouts), dataclasses.replace(SMALL, tile_n=192))
 
@@ -61,7 +61,7 @@ def test_layouts(layouts):
         dict(wg_dim="tile", tile_m=64),
         dict(consumers=1, tile_m=64),
         dict(cluster_m=2),
-    ], 2),
+    ]),
     ids=str,
 )
 @pytest.mark.slow
@@ -70,7 +70,9 @@ def test_configs(fields):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fields", [dict(cluster_k=2), dict()], ids=str)
+@pytest.mark.parametrize(
+    "fields", [dict(cluster_k=2), kernel_cases.more(dict())], ids=str
+)
 def test_split_k(fields):
   config = SplitKConfig(**{**vars(SMALL), "splits": 2, **fields})
   check(problem_of(72, 136, 64 * 5, batch=2), config, "split_k")

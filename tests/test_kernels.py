@@ -247,7 +247,7 @@ def test_rings_longer_and_shorter_than_k(num_stages, k):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("splits", kernel_cases.mostly_more([3, 18, 2], 2))
+@pytest.mark.parametrize("splits", kernel_cases.mostly_more([3, 18, 2]))
 def test_split_k(splits):
   """Also where the last parts of k are short or empty."""
   problem = make_problem(100, 130, 64 * 18 + 3, "TT", batch=2)

@@ -80,6 +80,8 @@ def test_findings_are_computed(name):
     assert {len(row) for row in table.rows} <= {len(table.headers)}
 
 
+@pytest.mark.slow
+@pytest.mark.more
 def test_what_the_full_run_cannot_serve():
   """On a GPU only those variants are left out whose table says so on purpose."""
   for name in QUESTIONS:

@@ -13,6 +13,7 @@ import pytest
 
 from experiments import blocks, layers, models, spellings, two_ways
 import jaxgemm
+from tests.kernel_cases import more
 
 pytestmark = pytest.mark.slow  # The other JAX version need not run them too.
 
@@ -114,7 +115,7 @@ def test_blocks_of_models(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "vit", "mixtral", "mixtral_t8"])
+@pytest.mark.parametrize("name", ["llama", "mixtral_t8", more("vit"), more("mixtral")])
 def test_both_ways_of_a_block_agree(name):
   block = models.SMALL[name]()
   values = blocks.draw(block, 0, "float32")

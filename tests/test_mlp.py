@@ -17,6 +17,7 @@ from experiments.collectives import collectives
 import jaxgemm
 from jaxgemm import reference
 from pallas_kernels import activations
+from tests.kernel_cases import more
 from tests.product_cases import count_primitives, cuda_kernels, normal
 
 PLAIN = ("x", "up", "down", "up_bias", "down_bias", "residual")
@@ -105,7 +106,7 @@ def test_gradients_against_float64(dtype, names, rng):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", [PLAIN, GATED], ids=str)
+@pytest.mark.parametrize("names", [more(PLAIN), GATED], ids=str)
 def test_gradients_in_emulation(names, rng):
   values = pick(operands(rng, "bfloat16"), names)
   ct = np.asarray(normal(rng, 2, 40, 48), np.float32)

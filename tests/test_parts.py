@@ -66,7 +66,7 @@ def test_more_products_are_more_exact():
         dict(wg_dim="tile", tile_m=64, tile_n=64),
         dict(consumers=1, tile_m=64, tile_n=64),
         dict(cluster_m=2),
-    ], 2),
+    ]),
     ids=str,
 )
 @pytest.mark.slow
@@ -173,7 +173,9 @@ def test_parts_lower(layouts, kernel):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("precision", "bound"), [("high", 6e-6), ("highest", 3e-7)])
+@pytest.mark.parametrize(
+    ("precision", "bound"), [kernel_cases.more("high", 6e-6), ("highest", 3e-7)]
+)
 def test_products_and_gradients_in_emulation(precision, bound, rng):
   a, b = (rng.standard_normal(shape).astype(np.float32) for shape in ((72, 96), (96, 40)))
   ct = rng.standard_normal((72, 40)).astype(np.float32)

@@ -188,8 +188,7 @@ TRANSFORMED = {
     ("name", "emulated"),
     [
         *((name, False) for name in TRANSFORMED),
-        pytest.param("gradients", True, marks=pytest.mark.slow),
-        *(more(name, True) for name in TRANSFORMED if name != "gradients"),
+        *(more(name, True) for name in TRANSFORMED),
     ],
 )
 def test_values(name, emulated, rng):

@@ -142,6 +142,7 @@ def test_fit_refuses_other_rows(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.more
 def test_fit_finds_a_better_model(sweep_file):
   groups = fit_heuristics.read([sweep_file])
   present = fit_heuristics.loss(groups, MODEL)
