@@ -201,6 +201,7 @@ def test_plans_take_float16_parts_where_these_are_as_exact():
 
 
 @pytest.mark.slow
+@pytest.mark.more
 def test_gradients_in_emulation(rng):
   a, b = (rng.standard_normal(shape).astype(np.float32) for shape in ((72, 96), (96, 40)))
   ct = rng.standard_normal((72, 40)).astype(np.float32)

@@ -119,7 +119,7 @@ def test_gradients_in_emulation(names, rng):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("names", "products"), [(PLAIN[:3], 5), (GATED, 6)], ids=str
+    ("names", "products"), [more(PLAIN[:3], 5), (GATED, 6)], ids=str
 )
 def test_nothing_lies_between_the_backward_products(names, products, rng):
   """hidden, dz, d down, and of x and of up; only the gradient of a bias takes a pass."""

@@ -72,6 +72,7 @@ def test_both_modes(tmp_path, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.more
 def test_a_process_for_each_device(tmp_path):
   with socket.socket() as found:
     found.bind(("localhost", 0))

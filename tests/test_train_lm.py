@@ -42,6 +42,7 @@ def test_training_lowers_the_loss_alike(runs):
 
 
 @pytest.mark.slow
+@pytest.mark.more
 def test_training_takes_turns(runs, monkeypatch):
   order = []
   train = train_lm.Trainee.train
