@@ -16,22 +16,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 import dataclasses
 import functools
-import zlib
 
 from absl import app, flags
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from experiments import cli, two_ways
 from experiments.two_ways import Case, Values
 import jaxgemm
+from jaxgemm.autotune.operands import uneven_sizes
 
 flags.adopt_module_key_flags(cli)
 flags.declare_key_flag(two_ways.PASSES.name)
 flags.declare_key_flag(two_ways.ACCELERATE.name)
 
-_EVENNESS = 4.0  # Of a Dirichlet distribution: sizes differ by half their mean.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,9 +104,7 @@ SMALL = (
 
 def draw(experts: Experts, seed: int) -> Values:
   """Returns fresh operands "x", "w" and "sizes", and the cotangent as "ct"."""
-  rng = np.random.default_rng(zlib.crc32(str(experts).encode()))
-  shares = rng.dirichlet(np.full(experts.groups, _EVENNESS))
-  sizes = rng.multinomial(experts.rows, shares)
+  sizes = uneven_sizes(str(experts), experts.rows, experts.groups)
   shapes = {
       "x": (experts.rows, experts.k), "w": (experts.groups, experts.k, experts.n),
       "ct": (experts.rows, experts.n),

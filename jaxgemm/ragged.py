@@ -38,9 +38,9 @@ def ragged_dot(
       float16, or int8 with results in int32, as preferred_element_type says. Others are
       left to XLA, as jaxgemm.explain says of a function.
     rhs: [groups, k, n], of the same dtype, or else both are promoted, as the dtypes say
-      (jnp.promote_types). One that has just
-      been converted from 8 bits, as by `w.astype(x.dtype)`, the kernel may read as it
-      was, and convert where it is used; the plan says so.
+      (jnp.promote_types). One that has just been converted from 8 bits, as by
+      `w.astype(x.dtype)`, the kernel may read as it was, and convert where it is used;
+      the plan says so.
     group_sizes: [groups], integers: the rows of each.
     transposed: whether rhs is [groups, n, k]. One that the caller transposes, as in
       `w.swapaxes(1, 2)`, is read as it lies, too. In 8 bits the tensor cores read

@@ -322,34 +322,34 @@ def _transpose(ct, lhs, rhs, group_sizes, *attached, facts: Ragged):
   if type(ct) is ad.Zero:
     grads[index] = ad.Zero(aval.to_ct_aval())
     return grads
-  rows = functools.partial(_gradient, group_sizes, aval, facts)
   if facts.sums:
+    rows = functools.partial(_gradient, group_sizes, aval, facts)
     grads[index] = rows(rhs, ct, transposed=True) if index == 0 else rows(lhs, ct)
-  elif index == 0:
-    grads[index] = rows(ct, rhs, transposed=not facts.transposed)
   else:
-    operands = (ct, lhs) if facts.transposed else (lhs, ct)
-    grads[index] = _gradient(group_sizes, aval, facts, *operands, sums=True)
+    other = (rhs, lhs)[index]
+    grads[index] = _of_operand(index, ct, other, group_sizes, aval, facts)
   return grads
 
 
 def gradients(
-    ct, lhs, rhs, group_sizes, *, transposed: bool, implementation: str | None,
-    batch_invariant: bool, target: Target | None,
+    ct, lhs, rhs, group_sizes, facts: Ragged
 ) -> tuple[jax.Array, jax.Array]:
-  """Those of lhs and rhs, all of one dtype, of their product whose cotangent is `ct`."""
-  facts = Ragged(
-      sums=False, transposed=not transposed, out_dtype=ct.dtype.name, precision=None,
-      implementation=implementation, config=None, must_serve=False,
-      batch_invariant=batch_invariant, target=target,
-      out_sharding=explicit(jax.typeof(lhs).sharding),
+  """Those of lhs and rhs of their product of rows, whose cotangent is `ct`."""
+  avals = jax.typeof(lhs), jax.typeof(rhs)
+  ct, lhs, rhs, sizes = compat.vary_alike(ct, lhs, rhs, _widened(group_sizes))
+  return (
+      _of_operand(0, ct, rhs, sizes, avals[0], facts),
+      _of_operand(1, ct, lhs, sizes, avals[1], facts),
   )
-  of_rhs = facts.replace(
-      sums=True, transposed=False, batch_invariant=False,
-      out_sharding=explicit(jax.typeof(rhs).sharding),
-  )
-  operands = (ct, lhs) if transposed else (lhs, ct)
-  return bind(ct, rhs, group_sizes, facts), bind(*operands, group_sizes, of_rhs)
+
+
+def _of_operand(index: int, ct, other, group_sizes, aval, facts: Ragged) -> jax.Array:
+  """The cotangent of one operand of a product of rows, of type `aval`."""
+  if index == 0:
+    transposed = not facts.transposed
+    return _gradient(group_sizes, aval, facts, ct, other, transposed=transposed)
+  operands = (ct, other) if facts.transposed else (other, ct)
+  return _gradient(group_sizes, aval, facts, *operands, sums=True)
 
 
 def _no_gradient(x) -> ad.Zero | None:

@@ -150,24 +150,21 @@ def _abstract_eval(lhs, rhs, rows, cols, *, facts: Scaled):
 
 
 def _batch(operands, axes, *, facts: Scaled):
-  """The new batch joins the rows, if all of it has one rhs, or the batch that there is.
-  """
+  """The new batch joins the rows where it has one rhs, else the batch that there is."""
   size = next(
       x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None
   )
   lhs, rhs, rows, cols = operands
-  if axes[1] is axes[3] is None:
-    lhs, rows = (
-        _before(x, axis, size, -1 - from_last)
-        for x, axis, from_last in ((lhs, axes[0], 1), (rows, axes[2], 0))
-    )
+  if axes[1] is None and axes[3] is None:
+    lhs = _mapped_at(-3, lhs, axes[0], size)  # In front of m.
+    rows = _mapped_at(-2, rows, axes[2], size)
     m = lhs.shape[2]
     lhs = lhs.reshape(lhs.shape[0], size * m, lhs.shape[3])
     rows = rows.reshape(*rows.shape[:-2], size * m)
     out = scaled_p.bind(lhs, rhs, rows, cols, facts=facts)
     return out.reshape(out.shape[0], size, m, out.shape[2]), 1
   operands = [
-      _before(x, axis, size, 0) for x, axis in zip(operands, axes, strict=True)
+      _mapped_at(0, x, axis, size) for x, axis in zip(operands, axes, strict=True)
   ]
   batch = operands[0].shape[1]
   joined = (x.reshape(size * batch, *x.shape[2:]) for x in operands)
@@ -175,12 +172,11 @@ def _batch(operands, axes, *, facts: Scaled):
   return out.reshape(size, batch, *out.shape[1:]), 0
 
 
-def _before(x, axis: int | None, size: int, place: int):
-  """x with its mapped axis before dimension `place` of one product's; broadcast if none.
-  """
+def _mapped_at(place: int, x, axis: int | None, size: int):
+  """x with its mapped axis at `place`; broadcast if it has none."""
   if axis is None:
     x, axis = jnp.broadcast_to(x, (size, *x.shape)), 0
-  return jnp.moveaxis(x, axis, place - 1 if place < 0 else place)
+  return jnp.moveaxis(x, axis, place)
 
 
 scaled_p = planned.define(

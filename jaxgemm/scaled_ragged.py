@@ -124,11 +124,8 @@ def _backward(options: _Options, saved, ct):
       dequantise(x, scale, ct.dtype)
       for x, scale in zip((lhs, rhs), scales, strict=True)
   ]
-  found = gradients(
-      ct, *wide, group_sizes, transposed=options.transposed,
-      implementation="xla" if options.implementation == "xla" else None,
-      batch_invariant=options.batch_invariant, target=options.target,
-  )
+  facts = _facts(options, out_dtype=ct.dtype.name, scaling="none")
+  found = gradients(ct, *wide, group_sizes, facts)
   grads = []
   for x_ct, scale, token in zip(found, scales, tokens, strict=True):
     if token.dtype.name in FLOAT8:  # What is asked for is that of the values.
@@ -141,6 +138,14 @@ def _backward(options: _Options, saved, ct):
 _scaled.defvjp(_forward, _backward)
 
 
+def _facts(options: _Options, **fields) -> Ragged:
+  return Ragged(
+      sums=False, transposed=options.transposed, precision=None,
+      implementation=options.implementation, config=options.config, must_serve=True,
+      batch_invariant=options.batch_invariant, target=options.target, **fields,
+  )
+
+
 def _multiply(lhs, rhs, group_sizes, lhs_scale, rhs_scale, options: _Options):
   """The product of 8-bit values."""
   m, groups = lhs.shape[0], rhs.shape[0]
@@ -148,12 +153,7 @@ def _multiply(lhs, rhs, group_sizes, lhs_scale, rhs_scale, options: _Options):
   cols = jnp.broadcast_to(cols, (groups, *cols.shape[1:]))
   n = rhs.shape[1 if options.transposed else 2]
   scaling, rows, cols = factors(per_row(lhs_scale, m)[None], cols, n)
-  facts = Ragged(
-      sums=False, transposed=options.transposed, out_dtype=options.out_dtype,
-      precision=None, implementation=options.implementation, config=options.config,
-      must_serve=True, batch_invariant=options.batch_invariant, target=options.target,
-      scaling=scaling,
-  )
+  facts = _facts(options, out_dtype=options.out_dtype, scaling=scaling)
   operands = lhs, rhs, group_sizes, rows[0], cols
   if facts.implementation not in (None, "xla") or facts.batch_invariant:
     if are_known(size for x in operands for size in x.shape):

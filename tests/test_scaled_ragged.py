@@ -21,7 +21,7 @@ from pallas_kernels.problem import Epilogue, PersistentConfig
 from tests.kernel_cases import more
 from tests.test_converted import plans
 from tests.test_grouped import bounds, config_of, gpu_sizes, lowered, of_m
-from tests.test_ragged import kinds_and_sizes, mesh_of, put
+from tests.test_ragged_sharding import kinds_and_sizes, mesh_of, put
 
 M, G, N, K = 40, 4, 136, 192
 SIZES = np.array([9, 0, 23, 1], np.int32)  # And 7 rows of nobody.

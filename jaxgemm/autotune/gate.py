@@ -13,9 +13,8 @@ call. A result passes if, in this order,
 All of this holds for the operand c, too, where a product has one.
 
 Small problems are compared with the oracle in full. Of large ones, and of groups of
-rows, the oracle
-covers 64 rows by 64 columns of up to four products of the batch, all of k: one
-row and one column at random from each of 64 equal strata, the first and the
+rows, the oracle covers 64 rows by 64 columns of up to four products of the batch, all
+of k: one row and one column at random from each of 64 equal strata, the first and the
 last always among them. The third check reads every element, so that a wrong
 tile between the sampled ones does not slip through.
 
@@ -86,9 +85,9 @@ class Gate:
   def __init__(self, problem: Problem, seed: int):
     self._problem = problem
     rng = np.random.default_rng(seed)
+    self._group = None  # Of each row.
     if problem.grouped:
-      rows = group_sizes(problem)
-      self._group = np.repeat(np.arange(problem.batch), rows)  # Of each row.
+      self._group = np.repeat(np.arange(problem.batch), group_sizes(problem))
     if problem.flops <= _FULL_ORACLE_FLOPS and not problem.grouped:
       sizes = (problem.batch, problem.m, problem.n)
       self._indices = tuple(np.arange(size) for size in sizes)

@@ -29,18 +29,21 @@ def stored_shapes(problem: Problem) -> tuple[tuple[int, ...], ...]:
   ]
   if problem.epilogue.has_c:
     shapes.append(problem.out_shape)
-  if problem.batch == 1 and not (problem.grouped or has_scales(problem)):
+  if _is_alone(problem):
     shapes = [shape[-2:] for shape in shapes]
   return tuple(shapes)
 
 
 def out_shape(problem: Problem) -> tuple[int, ...]:
   """Returns the shape of the result; it has a batch dimension as `stored_shapes` say."""
-  if problem.grouped == "m":
-    return problem.out_shape[1:]
-  if problem.batch == 1 and not (problem.grouped or has_scales(problem)):
+  if problem.grouped == "m" or _is_alone(problem):
     return problem.out_shape[1:]
   return problem.out_shape
+
+
+def _is_alone(problem: Problem) -> bool:
+  """Whether its arrays are matrices: of one product of gemm_p."""
+  return problem.batch == 1 and not (problem.grouped or has_scales(problem))
 
 
 def has_scales(problem: Problem) -> bool:
@@ -62,9 +65,14 @@ def _scale_shapes(problem: Problem) -> list[tuple[int, ...]]:
 
 def group_sizes(problem: Problem) -> np.ndarray:
   """Returns the rows of each group, the same whenever they are asked for."""
-  rng = np.random.default_rng(zlib.crc32(str(problem).encode()))
   rows = problem.m if problem.grouped == "m" else problem.k
-  shares = rng.dirichlet(np.full(problem.batch, _EVENNESS))
+  return uneven_sizes(str(problem), rows, problem.batch)
+
+
+def uneven_sizes(name: str, rows: int, groups: int) -> np.ndarray:
+  """Returns the rows of each group, drawn by the name of what has them."""
+  rng = np.random.default_rng(zlib.crc32(name.encode()))
+  shares = rng.dirichlet(np.full(groups, _EVENNESS))
   return rng.multinomial(rows, shares).astype(np.int32)
 
 
