@@ -707,6 +707,9 @@ BAD = {
         (LHS, RHS, GROUPS), dict(transposed=True), TypeError, "dimension 2 of rhs"),
     "groups": (
         (LHS, RHS, GROUPS[1:]), {}, TypeError, "group_sizes has shape .*each group"),
+    "no common dtype": (
+        (jnp.asarray(LHS, "float8_e4m3fn"), RHS, GROUPS), {}, ValueError,
+        "ragged_dot: lhs is float8_e4m3fn and rhs float16, which JAX promotes to no"),
     "preferred_element_type": (
         (LHS, RHS, GROUPS), dict(preferred_element_type="no"), TypeError,
         "preferred_element_type='no'"),

@@ -100,7 +100,9 @@ def test_transposed_shards(rng):
 
 
 @pytest.mark.parametrize("emulated", [False, True])
-@pytest.mark.parametrize("spec, out", [(P(None, None, "x"), P(None, "x")), (P(), P())])
+@pytest.mark.parametrize(
+    "spec, out", [(P(None, None, "x"), P(None, "x")), (P(), P()), (P("x"), P())]
+)
 def test_explicit_meshes(spec, out, emulated, rng):
   mesh, (lhs, rhs, sizes) = mesh_of(AxisType.Explicit), operands_of(rng)
   loss = lambda f: lambda *x: jnp.sum(jnp.sin(f(*x, sizes)))
