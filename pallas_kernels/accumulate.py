@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable
 import functools
 import operator
-from typing import Any, Protocol
+from typing import Any
 
 from jax import lax
 from jax.experimental import pallas as pl
@@ -38,23 +38,20 @@ MAX_ACC_REGISTERS = 232 - OTHER_REGISTERS
 _LEAST_CORRECTED = 2.0**-100
 
 
-class BlockFactors(Protocol):
-  """The factors of the sums of k tiles, loaded a k tile before they are applied."""
-
-  def load(self, block) -> Any: ...
-
-  def apply(self, factors, sums) -> Any: ...
-
-
 def check(
     wg_tile_m: int, wg_tile_n: int, promote: int, registers: int = MAX_ACC_REGISTERS,
-    *, num_accs: int = 1,
+    *, num_accs: int = 1, in_blocks: bool = False,
 ) -> str | None:
-  """Why a warpgroup cannot hold the sums of such a tile, or None."""
+  """Why a warpgroup cannot hold the sums of such a tile, or None.
+
+  `in_blocks`: whether they are those of `sum_of_blocks`.
+  """
   if promote < 0:
     return f"promote={promote} must be a number of k tiles, or 0"
   sums, what = 1, "an accumulator"
-  if promote:
+  if in_blocks:
+    sums, what = 3, "two accumulators and a promoted sum"
+  elif promote:
     sums, what = 2, "an accumulator and a promoted sum"
   elif num_accs > 1:
     # Two of 96 registers were slow: 8192^3 at bf16_x3 in 6.4 ms, 5.0 with two of 64.
@@ -100,33 +97,38 @@ def sum_over_k(
 
 
 def sum_of_blocks(
-    multiply: Callable[[Ref, Any, int], None], factors: BlockFactors, *,
-    shape: tuple[int, int], k_steps: int, dtype: str = "float32",
+    begin: Callable[..., tuple[Any, Any, Any]], finish: Callable[[], None],
+    apply: Callable[[Any, Any], Any], *, first: Any, shape: tuple[int, int], k_steps: int,
 ):
   """Returns the sum [rows, cols] over `k_steps` k tiles, the sums of each times factors.
 
-  `multiply` is that of `sum_over_k`. The factors of the next k tile are on their way
-  while one is multiplied. A turn has two k tiles, as what is handed on by a loop is moved
-  to other registers: ptxas does that between the wgmma of a k tile, and waits there for
-  what has not arrived (4096x2048x7168 in 64 groups: 352 us with factors loaded when their
-  k tile begins, 364 a k tile ahead, 296 so; 279 with the same factors for all).
-  """
-  last = jnp.int32(k_steps - 1)
+  The tensor cores go on with the next k tile while the sums of one are added: two sets of
+  registers take turns. So a turn of the loop has two k tiles, or ptxas would move what a
+  turn hands on to other registers. It would also wait for each wgmma if some were in
+  flight where others are waited for, as it does not follow that around a loop.
 
-  def add(k_tile, carry):
-    total, of_this = carry
-    of_next = factors.load(jnp.minimum(k_tile + 1, last))
-    sums = _registers(lambda acc: multiply(acc, k_tile, 1), shape, dtype)
-    return total + factors.apply(of_this, sums), of_next
+  `begin(place, is_first=)` returns the place of the next k tile (`first`: that of the
+  first), the sums of this one, in flight until the next call or `finish`, and their
+  factors; `apply(factors, sums)` multiplies them.
+  """
+
+  def add(total, sums, factors):
+    return total + apply(factors, lax.optimization_barrier(sums))
+
+  def go_on(carry):
+    total, place, *last = carry
+    following = begin(place, is_first=False)
+    return add(total, *last), *following
 
   carry = lax.fori_loop(
-      jnp.int32(0), jnp.int32(k_steps // 2),
-      lambda i, carry: add(2 * i + 1, add(2 * i, carry)),
-      (zeros(shape, dtype), factors.load(jnp.int32(0))),
+      jnp.int32(0), jnp.int32((k_steps - 1) // 2), lambda _, carry: go_on(go_on(carry)),
+      (zeros(shape), *begin(first, is_first=True)),
   )
-  if k_steps % 2:
-    carry = add(last, carry)
-  return carry[0]
+  if k_steps % 2 == 0:
+    carry = go_on(carry)
+  finish()
+  total, _, *last = carry
+  return add(total, *last)
 
 
 def sum_of_parts(

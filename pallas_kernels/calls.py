@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import (
   activations,
+  block_scales,
   dependent,
   lhs_registers,
   operand_tiles,
@@ -23,7 +24,7 @@ from pallas_kernels import (
 from pallas_kernels import epilogue as epilogues
 from pallas_kernels.halves import Halves
 from pallas_kernels.problem import Config, Problem
-from pallas_kernels.scales import make_scales, pad_block_scales
+from pallas_kernels.scales import make_scales
 
 # [batch, m, n], and of an epilogue that has more results all of them, of the same shape.
 Results = jax.Array | tuple[jax.Array, ...]
@@ -119,7 +120,7 @@ def make_call(
   elif result.epilogue.scaling == "rows":
     facts, by_name = make_scales(*(x[:, None] for x in operands[-2:]), config)
   elif result.epilogue.scaling == "blocks":
-    by_name = pad_block_scales(*operands[-2:], config)
+    by_name = block_scales.prepare(*operands[-2:], config, emulated=emulated)
   elif parts.is_split(result) and not split.lhs_in_registers:
     lhs_and_rhs = [
         parts.split(padding.mend_stride(x, split.dtype), split.count)

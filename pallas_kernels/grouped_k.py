@@ -138,7 +138,7 @@ def launch(
   ends = jnp.pad(jnp.minimum(ends, problem.k), (1, 0))
   call = dataclasses.replace(call, by_name=call.by_name | {_TABLE: ends})
   grid = ClusterGrid.of(problem, config, num_sms=num_sms)
-  ring = persistent.make_ring(call.prepared, config, k_steps=1)
+  ring = persistent.make_ring(call, config, k_steps=1)
   teams, tile_k = specialised.num_teams(config), config.tile_k
 
   def _kernel(lhs_gmem, rhs_gmem, c_gmem, out_gmem, refs):

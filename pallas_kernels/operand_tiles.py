@@ -43,6 +43,7 @@ import jax.numpy as jnp
 from pallas_kernels import (
   conversions,
   fragments,
+  fresh_sums,
   n_major,
   register_loads,
   run_loads,
@@ -402,3 +403,25 @@ def multiply(
           rhs.view(slots[1], slot, rhs_start + first_col, num_cols, parts[1]),
       )
   return len(row_parts) * len(col_parts)
+
+
+def product(
+    prepared: Prepared, slots: tuple[Ref, Ref], slot, shape: tuple[int, int], *,
+    lhs_start, rhs_start,
+) -> jax.Array:
+  """The product [rows, cols] of a slot of lhs and one of rhs, in flight: one wgmma group.
+
+  Of 8-bit operands; see `fresh_sums`.
+  """
+  lhs, rhs = prepared.lhs_operand, prepared.rhs_operand
+  if lhs.emulated:
+
+    def run(acc):
+      multiply(acc, prepared, slots, slot, lhs_start=lhs_start, rhs_start=rhs_start)
+      return acc[...]
+
+    return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
+  return fresh_sums.multiply(
+      lhs.stored(slots[0], slot, lhs_start, shape[0]),
+      rhs.stored(slots[1], slot, rhs_start, shape[1]),
+  )

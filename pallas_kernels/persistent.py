@@ -42,11 +42,10 @@ import jax.numpy as jnp
 
 from pallas_kernels import (
   accumulate,
+  block_scales,
   calls,
   halves,
-  operand_tiles,
   parts,
-  scales,
   specialised,
   tiles,
 )
@@ -76,13 +75,14 @@ smem_bytes = specialised.smem_bytes
 
 
 def make_ring(
-    prepared: operand_tiles.Prepared, config: PersistentConfig, k_steps: int
+    call: calls.Call, config: PersistentConfig, k_steps: int
 ) -> rings.Ring:
   teams = specialised.num_teams(config)
   return rings.Ring(
-      prepared, config.num_stages, config.consumers // teams, teams, k_steps,
+      call.prepared, config.num_stages, config.consumers // teams, teams, k_steps,
       specialised.num_producers(config),
       lhs_shared=config.cluster_n, rhs_shared=config.cluster_m,
+      factors=block_scales.BlockScales.of(call.result, config),
   )
 
 
@@ -171,12 +171,11 @@ def run(
   """
   wg_tile_shape = specialised.wg_tile(config)
   stored_shape = wg_tile_shape[0], specialised.stored_cols(call.result, config)
-  ring, epilogue = make_ring(call.prepared, config, k_steps), call.epilogue
+  ring, epilogue = make_ring(call, config, k_steps), call.epilogue
   split = parts.of(call.result, config)
   lost = 0.0  # To truncation, of the sum between promotions; the emulator rounds.
   if split is not None and not ring.lhs.emulated:
     lost = split.lost * config.tile_k * max(config.promote, 1) / 64
-  in_blocks = call.result.epilogue.scaling == "blocks"
   teams = specialised.num_teams(config)
   grid = grid or ClusterGrid.of(
       problem, config, num_sms=num_sms, copies=copies, rounds=rounds
@@ -233,16 +232,19 @@ def run(
               groups=groups, in_flight=in_flight, **starts,
           )
 
+        def begin(slot, *, is_first):
+          return ring.begin(
+              refs, slot, first_step=local * k_steps, shape=wg_tile_shape,
+              is_first=is_first, m=m, n=n, **starts,
+          )
+
         def finish():
           ring.finish(refs, step=local * k_steps + k_steps - 1)
 
-        if in_blocks:
-          factors = scales.BlockFactors(
-              refs, wg_tile_shape, of_batch, row=m + share.row, col=n + share.col
-          )
+        if ring.factors is not None:
           acc = accumulate.sum_of_blocks(
-              multiply, factors, shape=wg_tile_shape, k_steps=k_steps,
-              dtype=problem.acc_dtype,
+              begin, finish, block_scales.apply, first=ring.slot_of(local * k_steps),
+              shape=wg_tile_shape, k_steps=k_steps,
           )
         elif split is None:
           acc = accumulate.sum_over_k(

@@ -28,6 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels import (
+  block_scales,
   lhs_registers,
   operand_tiles,
   register_loads,
@@ -64,6 +65,7 @@ class Ring:
     num_producers: warpgroups that load, see the module's docstring.
     lhs_shared, rhs_shared: CTAs of a cluster that share a tile: those along n one of
       lhs, those along m one of rhs. Each copies a part of it, by multicast.
+    factors: where the product has some of blocks, which come with each k tile.
   """
 
   prepared: operand_tiles.Prepared
@@ -74,6 +76,7 @@ class Ring:
   num_producers: int = 1
   lhs_shared: int = 1
   rhs_shared: int = 1
+  factors: block_scales.BlockScales | None = None
 
   @property
   def splits_lhs(self) -> bool:
@@ -103,14 +106,23 @@ class Ring:
     else:
       empty = plgpu.Barrier(**arrivals)
     staged = self.splits_lhs and self.lhs.emulated
-    return (lhs_registers.scratch(self.num_consumers) if staged else {}) | {
+    others = lhs_registers.scratch(self.num_consumers) if staged else {}
+    if self.factors is not None:
+      others |= self.factors.scratch(self.num_stages)
+    return others | {
         "lhs_slots": self.lhs.slots(self._num_lhs_slots),
         "rhs_slots": self.rhs.slots(self.num_stages),
         "full": plgpu.Barrier(
-            num_arrivals=self.prepared.num_arrivals, num_barriers=num_barriers
+            num_arrivals=self._num_arrivals, num_barriers=num_barriers
         ),
         "empty": empty,
     }
+
+  @property
+  def _num_arrivals(self) -> int:
+    """On a slot's barrier: one for each TMA copy, and what registers load."""
+    copies = 0 if self.factors is None else block_scales.NUM_COPIES
+    return self.prepared.num_arrivals + copies
 
   @property
   def _num_lhs_slots(self) -> int:
@@ -123,7 +135,8 @@ class Ring:
     local = lax.div(jnp.int32(first_step), jnp.int32(self.k_steps))
     return lax.rem(local, jnp.int32(self._num_lhs_slots))
 
-  def _slot(self, step):
+  def slot_of(self, step):
+    """The slot of a step, counted over all tiles."""
     return lax.rem(step, jnp.int32(self.num_stages))
 
   def _after(self, slot, steps: int = 1):
@@ -153,7 +166,7 @@ class Ring:
 
   def _barrier(self, barriers: Ref, step) -> Ref:
     """The one of `barriers` that belongs to the slot and the team of `step`."""
-    return barriers.at[self._slot(step) + self._team(step) * self.num_stages]
+    return barriers.at[self.slot_of(step) + self._team(step) * self.num_stages]
 
   def produce(self, lhs_gmem, rhs_gmem, refs, *, producer, local, batch, m, n, k):
     """Loads the share of one producer of the `local`-th tile of this CTA.
@@ -182,7 +195,7 @@ class Ring:
 
     count = lax.div(self.k_steps - first + turns - 1, turns)
     step = first_step + first
-    places = self._slot(step), self._read_before(step)
+    places = self.slot_of(step), self._read_before(step)
     lax.fori_loop(jnp.int32(0), count, load, places)
 
   def fill(
@@ -206,6 +219,8 @@ class Ring:
       for part in range(operand.num_parts):
         to = kept if operand.stays else slot
         operand.load(gmem, slots, to, full, mn=mn, part=part, **at, **shared)
+    if self.factors is not None:
+      self.factors.load(refs, slot, full, m=m, n=n, **at)
     if by_registers:
       register_loads.load(*by_registers)
       plgpu.commit_smem()
@@ -244,7 +259,7 @@ class Ring:
 
       return self._after(slot), slot
 
-    first = self._slot(jnp.int32(first_step))
+    first = self.slot_of(jnp.int32(first_step))
     lax.fori_loop(jnp.int32(0), jnp.int32(num_steps), multiply, (first, first))
     self.finish(refs, step=first_step + num_steps - 1)
 
@@ -284,7 +299,7 @@ class Ring:
       following = self._after(slot)
       return following, multiply(slot, loaded, (following, i + 1))
 
-    first, zero = self._slot(jnp.int32(first_step)), jnp.int32(0)
+    first, zero = self.slot_of(jnp.int32(first_step)), jnp.int32(0)
     if self.num_stages < _ENOUGH_TO_LOAD_AHEAD:
       lax.fori_loop(zero, jnp.int32(num_steps), alone, first)
       return
@@ -306,7 +321,7 @@ class Ring:
     lhs_parts = None
     if self.splits_lhs:
       lhs_parts = lhs_registers.load(
-          self.lhs, refs, self._slot(step), lhs_start,
+          self.lhs, refs, self.slot_of(step), lhs_start,
           wg=lax.div(lhs_start, jnp.int32(lhs_registers.ROWS)),
           turn=lax.rem(step, jnp.int32(2)),
       )
@@ -314,12 +329,13 @@ class Ring:
       for pair in group.pairs:
         if lhs_parts is None:
           count = operand_tiles.multiply(
-              acc, self.prepared, slots, self._slot(step), lhs_start=lhs_start,
+              acc, self.prepared, slots, self.slot_of(step), lhs_start=lhs_start,
               rhs_start=rhs_start, parts=pair,
           )
         else:
           count, (part, other) = 1, pair
-          rhs = self.rhs.view(slots[1], self._slot(step), rhs_start, acc.shape[1], other)
+          slot = self.slot_of(step)
+          rhs = self.rhs.view(slots[1], slot, rhs_start, acc.shape[1], other)
           plgpu.wgmma(acc, lhs_parts[part], rhs)
         issued.append(count)
     late = sum(len(group.pairs) for group in groups[len(groups) - in_flight :])
@@ -328,6 +344,33 @@ class Ring:
     @pl.when(jnp.logical_not(is_first))
     def _free_the_last_slot():
       plgpu.barrier_arrive(self._barrier(refs["empty"], step - 1))
+
+  def begin(
+      self, refs, slot, *, first_step, shape, is_first, lhs_start, rhs_start, m, n
+  ):
+    """The next slot, and the sums [rows, cols] of this one with their factors.
+
+    The sums are in flight, those of the slot before are not any more. The first slot of
+    the tile at (m, n), which begins with `first_step`, is that of `slot_of`; after the
+    last: `finish`.
+    """
+    barriers = self._team(first_step) * self.num_stages
+    plgpu.barrier_wait(refs["full"].at[slot + barriers])
+    factors = self.factors.read(
+        refs, slot, m=m, n=n, row=lhs_start, col=rhs_start, rows=shape[0]
+    )
+    if self.lhs.emulated:  # Which knows barriers as no fence between reads and TMA.
+      plgpu.commit_smem()
+    if not is_first:
+      plgpu.wgmma_wait(0)
+    sums = operand_tiles.product(
+        self.prepared, (refs["lhs_slots"], refs["rhs_slots"]), slot, shape,
+        lhs_start=lhs_start, rhs_start=rhs_start,
+    )
+    if not is_first:
+      last = lax.select(slot == 0, jnp.int32(self.num_stages), slot) - 1
+      plgpu.barrier_arrive(refs["empty"].at[last + barriers])
+    return self._after(slot), sums, factors
 
   def finish(self, refs, *, step):
     """Waits for all wgmma, the last of which read the slot of `step`."""
@@ -346,7 +389,7 @@ class Ring:
     slots = refs["lhs_slots"], refs["rhs_slots"]
     for pair in pairs:
       operand_tiles.multiply(
-          acc, self.prepared, slots, self._slot(step), lhs_start=lhs_start,
+          acc, self.prepared, slots, self.slot_of(step), lhs_start=lhs_start,
           rhs_start=rhs_start, parts=pair,
       )
     plgpu.wgmma_wait(0)

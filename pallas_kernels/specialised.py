@@ -12,13 +12,13 @@ import math
 
 from pallas_kernels import (
   accumulate,
+  block_scales,
   conversions,
   fragments,
   lhs_registers,
   parts,
   register_loads,
   run_loads,
-  scales,
   skewed,
   tiles,
   ways,
@@ -101,6 +101,7 @@ def check_config(problem: Problem, config: PersistentConfig) -> str | None:
       or accumulate.check(
           wg_m, wg_n, config.promote, registers(config),
           num_accs=len(split.groups) if split else 1,
+          in_blocks=problem.epilogue.scaling == "blocks",
       )
       or tiles.check_smem(smem_bytes(problem, config))
   )
@@ -186,7 +187,7 @@ def check_scales(problem: Problem, config: PersistentConfig) -> str | None:
   if scaling != "none" and config.swap:
     return f"swap=True excludes scaling={scaling!r}"
   if scaling == "blocks":
-    return scales.check_blocks(wg_tile(config), config.promote, config.tile_k)
+    return block_scales.check(config, wg_tile(config))
   return None
 
 
@@ -294,7 +295,8 @@ def slot_bytes(problem: Problem, config: PersistentConfig) -> int:
   if way == "skewed":
     k_major = product.lhs_layout == "k-major"
     lhs_bytes = skewed.slot_bytes(config.tile_m, k_major=k_major)
-  return lhs_bytes + tiles.slot_bytes(
+  factors = block_scales.BlockScales.of(problem, config)
+  return lhs_bytes + (factors.slot_bytes if factors else 0) + tiles.slot_bytes(
       product, config.tile_m, config.tile_n, config.tile_k, lhs_parts=lhs_parts,
       rhs_parts=rhs_parts,
   )
