@@ -2,7 +2,7 @@
 
 They are fitted to measured times (see experiments/fit_heuristics.py), but for those that
 say so, and those of parts of float32 operands (lhs_split to beside, guard, scales), which
-are by hand, as `factors` and `multiplied` are: no sweep has them.
+are by hand, as `factors` is: no sweep has it.
 """
 
 from __future__ import annotations
@@ -58,8 +58,7 @@ class Model:
   shared_rate: float = 256e3  # Shared memory, of what TMA writes and wgmma reads.
   chunks: float = 1.03  # As `single`: wgmma of 64 columns, as rhs comes in chunks.
   promotion: float = 0.0181  # Of the sums, once.
-  factors: float = 0.06  # The same, of a k tile that has factors of blocks,
-  multiplied: float = 0.12  # and of 64x128 sums of a warpgroup that these multiply.
+  factors: float = 0.04  # The same, with factors of blocks, beside the tensor cores.
   lhs_split: float = 0.41  # Of 32 of k in registers, by one consumer.
   lhs_split_two: float = 0.61  # The same, by two at once.
   lhs_split_three: float = 0.70

@@ -152,8 +152,7 @@ def _busy(work: Work, device: Device, model: Model) -> float:
   bookkeeping = model.shared_step if at_once else model.step
   promotion = model.promotion / config.promote if work.promotes else 0.0
   if problem.epilogue.scaling == "blocks":
-    sums = math.prod(warpgroup_tile(config)) / (64 * 128)
-    promotion = model.factors + model.multiplied * sums
+    promotion = model.factors
   registers, power = 0.0, model.beside  # To make lhs of what its slots hold.
   if work.splits_lhs:
     of_slot = (model.lhs_split, model.lhs_split_two, model.lhs_split_three)
