@@ -85,9 +85,21 @@ class ClusterGrid:
     """The first tile of this CTA."""
     cta = lax.axis_index("cta")
     if self.num_clusters == self.at_once:
+      return self._gathered(cta)
+    before, cta = tiles.divmod_of(cta, self.at_once)  # Rounds.
+    return self._gathered(cta) + before * (self.at_once * self.share)
+
+  def _gathered(self, cta):
+    """The place among those of a turn, by which clusters of a GPC are neighbours."""
+    config = self.config
+    if config.cluster == 1:
       return cta
-    before = lax.div(cta, jnp.int32(self.at_once))  # Rounds.
-    return cta + before * (self.at_once * (self.share - 1))
+    sizes = config.tile_m * config.cluster_m, self.tile_n * config.cluster_n
+    along = self.tiles_m
+    if config.grid_minor == "n":
+      sizes, along = sizes[::-1], self.tiles_n
+    width = min(config.grid_width, along)
+    return tiles.gathered(cta, self.at_once, width, sizes)
 
   def local_count(self):
     """Tiles of this CTA."""
