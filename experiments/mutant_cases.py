@@ -115,6 +115,9 @@ def cases() -> dict:
       "split_lhs": ("persistent", change(x6, n=24), change(
           small, tile_m=64, tile_n=32, tile_k=32, consumers=1, promote=1, num_stages=4,
           split_lhs=True)),
+      "blocks": ("persistent", change(
+          plain, m=300, k=460, dtype="float8_e4m3fn", algorithm="e4m3_f32",
+          epilogue=Epilogue(scaling="blocks")), change(small, tile_k=128, promote=1)),
       "x3": ("persistent", change(wide, algorithm="bf16_x3"), change(small, promote=0)),
   }
   return {name: _product(*case) for name, case in listed.items()} | {
@@ -130,7 +133,10 @@ def _product(kernel: str, problem, config):
     import jax.numpy as jnp
     import numpy as np
 
+    from jaxgemm import dequantise
     from pallas_kernels import KERNELS, activations, compat
+    from pallas_kernels.problem import SCALE_BLOCK
+    from pallas_kernels.tiles import cdiv
 
     reason = KERNELS[kernel].supports(problem, config)
     assert reason is None, reason
@@ -141,6 +147,12 @@ def _product(kernel: str, problem, config):
     others = [draw(problem.out_shape, epilogue.c_dtype)] if epilogue.has_c else []
     others += [draw((problem.n,), problem.out_dtype)] if epilogue.has_bias else []
     rhs = tuple(factors) if epilogue.gated else factors[0]
+    if epilogue.scaling == "blocks":
+      blocks = cdiv(problem.k, SCALE_BLOCK)
+      others = [
+          jnp.asarray(rng.uniform(0.5, 2, (1, blocks, size)), "float32")
+          for size in (problem.m, cdiv(problem.n, SCALE_BLOCK))
+      ]
     found = compat.run_interpreted(
         lambda params: KERNELS[kernel].launch(
             (lhs, rhs, *others), problem, config, num_sms=4, interpret=params
@@ -149,6 +161,10 @@ def _product(kernel: str, problem, config):
     with jax.enable_x64(True):
       wide = lambda x: x.astype("float64")
       entering = [wide(lhs) @ wide(x) for x in factors]
+      if epilogue.scaling == "blocks":
+        rows, cols = map(wide, others)
+        lhs, rhs = dequantise(lhs, rows.mT, "float64"), dequantise(rhs, cols, "float64")
+        entering = [lhs @ rhs]
       if epilogue.has_bias:
         entering = [x + wide(others[-1]) for x in entering]
       out = activations.apply(epilogue.activation, entering[0])

@@ -57,6 +57,7 @@ SURVIVORS = dict.fromkeys(
         "direct.launch._kernel._multiply_slots.wgmma_wait",
         "lhs_registers.load.wgmma_wait",
         "pipelined.launch._kernel._multiply.wgmma_wait",
+        "ring.Ring.begin.wgmma_wait",
         "ring.Ring.consume.multiply.wgmma_wait", "ring.Ring.consume_step.wgmma_wait",
         "ring.Ring.finish.wgmma_wait", "ring.Ring.consume_parts.wgmma_wait",
     ),

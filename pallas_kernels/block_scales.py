@@ -120,8 +120,10 @@ def prepare(
     size = tiles.round_up(x.shape[2], _STEP)
     if emulated:
       size = tiles.round_up(size, most * config.cluster) + most + _STEP
-    pad = (0, size - x.shape[2], 0)
-    padded[name] = lax.pad(x, jnp.ones((), x.dtype), ((0, 0, 0), (0, 0, 0), pad))
+    if size > x.shape[2]:
+      pad = (0, size - x.shape[2], 0)
+      x = lax.pad(x, jnp.ones((), x.dtype), ((0, 0, 0), (0, 0, 0), pad))
+    padded[name] = x
   return padded
 
 

@@ -5,10 +5,12 @@ No test reads or writes the table of plans of the user who runs it.
 
 from __future__ import annotations
 
+import collections
 import os
 from pathlib import Path
 import shutil
 import tempfile
+import zlib
 
 # XLA reads both when the CPU backend starts, which no import does. Each emulated CTA of a
 # cluster holds one of its threads while it waits for the others; more make tests slower.
@@ -31,7 +33,9 @@ from jaxgemm import device, plan, user_table  # noqa: E402
 from jaxgemm.autotune import timing as autotune_timing  # noqa: E402
 
 
+@pytest.hookimpl(tryfirst=True)  # Before what -m leaves out is left out.
 def pytest_collection_modifyitems(items):
+  _sample(items)
   marked = [item for item in items if "gpu" in item.keywords]
   found = device.current_device() if marked else None
   for item in marked:
@@ -42,6 +46,26 @@ def pytest_collection_modifyitems(items):
     if not served:
       reason = f"needs {needs}, and JAX finds none"
       item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _sample(items):
+  """Has the smaller sets have some cases of tests that have many.
+
+  The short set has the first case of a test and about a quarter of the others; of slow
+  ones with four cases or more `make test` has the first and half of the others.
+  """
+  slow, more = pytest.mark.slow, pytest.mark.more
+  tests = collections.defaultdict(list)
+  for item in items:
+    if "gpu" not in item.keywords:
+      tests[item.nodeid.partition("[")[0]].append(item)
+  for cases in tests.values():
+    for item in cases[1:]:
+      drawn = zlib.crc32(item.nodeid.encode())  # The same in every process.
+      if "slow" in item.keywords and len(cases) >= 4 and drawn % 2:
+        item.add_marker(more)
+      elif drawn % 4:
+        item.add_marker(slow)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
@@ -291,6 +292,24 @@ def test_tile_order_visits_every_tile_once(shape, width, minor):
   order = [tuple(map(int, tiles.tile_order(i, *shape, minor, width)))
            for i in range(shape[0] * shape[1])]
   assert sorted(order) == [(m, n) for m in range(shape[0]) for n in range(shape[1])]
+
+
+@pytest.mark.parametrize("count", [7, 16, 33, 66, 132])
+@pytest.mark.parametrize("width", [1, 3, 8])
+@pytest.mark.parametrize("sizes", [(128, 256), (512, 64)], ids=str)
+def test_clusters_of_a_gpc_are_gathered(count, width, sizes):
+  index = np.arange(count, dtype=np.int32)
+  places = np.asarray(jax.vmap(
+      lambda i: tiles.gathered(i, count, width, sizes))(index))
+  assert sorted(places.tolist()) == index.tolist()
+  if width == 8 and (each := count // tiles.GPCS) >= 4:
+    for gpc in range(tiles.GPCS):  # Neither a row nor a column of tiles.
+      of_gpc = places[gpc : each * tiles.GPCS : tiles.GPCS]
+      asked = [len(set(of_gpc % width)), len(set(of_gpc // width))]
+      assert asked[0] * asked[1] == each
+      squares = [n * sizes[0] + each // n * sizes[1] for n in (1, 2, 4, 8)
+                 if each % n == 0]
+      assert np.dot(asked, sizes) == min(squares)
 
 
 # -- What the kernels refuse ---------------------------------------------------------

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments import blocks, layers, models, spellings, two_ways
+from experiments import blocks, layers, models, scaled, spellings, two_ways
 import jaxgemm
 from tests.kernel_cases import more
 
@@ -36,6 +36,14 @@ def test_from_flags_to_rows(tmp_path, capsys):
   for row in rows:
     assert 0 < row["error"] <= 2 * row["xla_error"] and row["ratio_to_xla"] is None
   assert "gated 24x32x40 both" in capsys.readouterr().out
+
+
+def test_products_with_scales(tmp_path, capsys):
+  rows = run(tmp_path, program=scaled)
+  assert [row["name"] for row in rows] == [str(layer) for layer in scaled.SMALL]
+  for row in rows:
+    assert 0 < row["error"] <= 2 * row["xla_error"] and row["ratio_to_xla"] is None
+  assert "scales of rows" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", layers.LAYERS)

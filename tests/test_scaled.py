@@ -112,6 +112,46 @@ def test_kernel(algorithm, scaling, rng):
   assert reference.relative_error(result, truth) < 2e-7
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("k", kernel_cases.mostly_more([256, 100, 384], kept=2))
+def test_sums_of_few_k_tiles(k, rng):
+  """Two sets of sums take turns, from the first k tile to the last."""
+  problem = make_problem(
+      72, 264, k, "NT", E4M3, out_dtype="float32", epilogue=Epilogue(scaling="blocks")
+  )
+  lhs, rhs = (normal(rng, 1, rows, k).astype(E4M3) for rows in (72, 264))
+  blocks = -(-k // 128)
+  rows, cols = (
+      rng.uniform(0.5, 2, (1, blocks, size)).astype(np.float32) for size in (72, 3)
+  )
+  truth = of(lhs, rows.swapaxes(1, 2)) @ of(rhs.swapaxes(1, 2), cols)
+  config = small_config(
+      "persistent", E4M3, tile_m=64, tile_n=256, wg_dim="n", num_stages=3, promote=1
+  )
+  result = kernel_cases.emulate(
+      "persistent", problem, config, (lhs, rhs, jnp.asarray(rows), jnp.asarray(cols)),
+      num_sms=2,
+  )
+  assert reference.relative_error(result, truth) < 2e-7
+
+
+def test_aligned_scales_are_not_copied():
+  """TMA takes rows of factors as they are, if they are multiples of 16 bytes."""
+
+  def text(m, n):
+    types = [((m, 512), E4M3), ((512, n), E4M3), ((4, m), "float32")]
+    types.append(((4, -(-n // 128)), "float32"))
+    with jaxgemm.target("NVIDIA H200"):
+      return jax.jit(
+          lambda x, w, rows, cols: jaxgemm.scaled_matmul(x, w, rows.T, cols)
+      ).trace(*(jax.ShapeDtypeStruct(*each) for each in types)).lower(
+          lowering_platforms=("cuda",)
+      ).as_text()
+
+  assert "jaxgemm_persistent" in (found := text(512, 1024)) and "pad" not in found
+  assert "stablehlo.pad" in text(512, 640)  # Of five blocks of columns.
+
+
 @pytest.mark.parametrize(
     ("kernel", "fields", "scaling", "named"),
     [
@@ -119,6 +159,14 @@ def test_kernel(algorithm, scaling, rng):
         ("split_k", {}, "blocks", "only persistent"),
         ("persistent", dict(promote=0), "blocks", "promote=0"),
         ("persistent", dict(promote=1, tile_n=192), "blocks", "192 columns a warpgroup"),
+        (
+            "persistent", dict(promote=1, tile_m=192, tile_n=128, wg_dim="n"), "blocks",
+            "two accumulators and a promoted sum of 192x64",
+        ),
+        (
+            "persistent", dict(promote=1, tile_m=256, tile_n=64), "blocks",
+            "tile_m=256: factors of 260 rows",
+        ),
         ("persistent", dict(swap=True), "rows", "swap=True excludes"),
     ],
 )
