@@ -19,7 +19,8 @@ from types import ModuleType
 CASES_OF = {
     "blocked": ("blocked",), "cotangents": ("cotangents",), "direct": ("direct",),
     "exchange": ("exchange", "exchange_again"), "lhs_registers": ("split_lhs",),
-    "losses": ("losses", "losses_of_long_rows"), "pipelined": ("pipelined",),
+    "grouped_k": ("sums_of_groups",), "losses": ("losses", "losses_of_long_rows"),
+    "pipelined": ("pipelined",),
 }
 REACHED = "_mutant_reached"
 _BOUND = 8e-3  # Relative to float64; what is wrong is far from it.
@@ -122,6 +123,7 @@ def cases() -> dict:
   }
   return {name: _product(*case) for name, case in listed.items()} | {
       "cotangents": _cotangents,
+      "sums_of_groups": lambda: _sums_of_groups((3, 0, 129, 1, 64, 0, 61)),
       "losses": lambda: _losses(3, 8256, 8200),
       "losses_of_long_rows": lambda: _losses(2, 61440, 61400),
   }
@@ -174,6 +176,44 @@ def _product(kernel: str, problem, config):
     return found if epilogue.saves else [found], truth
 
   return run
+
+
+def _sums_of_groups(sizes: tuple[int, ...]):
+  """Of groups that begin anywhere, the last rows in none, in pairs of CTAs."""
+  import jax
+  import jax.numpy as jnp
+  import numpy as np
+
+  from pallas_kernels import GROUPED_KERNELS, compat
+  from pallas_kernels.problem import PersistentConfig, Problem
+
+  kernel = GROUPED_KERNELS["grouped_k"]
+  rows, groups = sum(sizes) + 3, len(sizes)
+  problem = Problem(
+      140, 136, rows, groups, lhs_layout="m-major", lhs_batched=False, rhs_batched=False,
+      grouped="k",
+  )
+  config = PersistentConfig(128, 128, 64, num_stages=2, cluster_n=2)
+  assert (reason := kernel.supports(problem, config)) is None, reason
+  rng = np.random.default_rng(0)
+  lhs, rhs = (
+      jnp.asarray(rng.standard_normal((1, rows, size)), problem.dtype)
+      for size in (problem.m, problem.n)
+  )
+  found = compat.run_interpreted(
+      lambda params: kernel.launch(
+          (lhs, rhs, jnp.asarray(sizes, jnp.int32)), problem, config, num_sms=4,
+          interpret=params,
+      )
+  )
+  ends = np.cumsum(sizes)
+  with jax.enable_x64(True):
+    lhs, rhs = (x[0].astype("float64") for x in (lhs, rhs))
+    truth = [
+        lhs[end - size : end].T @ rhs[end - size : end]
+        for size, end in zip(sizes, ends, strict=True)
+    ]
+    return [found], [jnp.stack(truth)]
 
 
 def _cotangents():

@@ -55,6 +55,7 @@ SURVIVORS = dict.fromkeys(
     (
         "blocked.launch._kernel._multiply.step.wgmma_wait",
         "direct.launch._kernel._multiply_slots.wgmma_wait",
+        "grouped_k._sum.multiply.wgmma_wait", "grouped_k._sum.wgmma_wait",
         "lhs_registers.load.wgmma_wait",
         "pipelined.launch._kernel._multiply.wgmma_wait",
         "ring.Ring.begin.wgmma_wait",

@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxgemm import cost_model, ring_slots, tile_shapes, xla_times
 from jaxgemm.device import Device
-from jaxgemm.operand_passes import misaligned, passes
+from jaxgemm.operand_passes import as_read, misaligned, passes
 from pallas_kernels import (
   KERNELS,
   accumulate,
@@ -370,7 +370,7 @@ def _multicasts(
     problem: Problem, candidates: Iterable[Candidate]
 ) -> Iterator[tuple[str, Config]]:
   """The same configs with clusters whose CTAs share tiles of an operand."""
-  crooked = bool(misaligned(problem, tiles.SWIZZLE_BYTES))  # Slow to fetch.
+  crooked = misaligned(as_read(problem), tiles.SWIZZLE_BYTES)  # Slow to fetch.
   for candidate in candidates:
     config = candidate.config
     if not isinstance(config, PersistentConfig) or config.cluster > 1:

@@ -5,6 +5,7 @@ What `preparing` and `parts` do to operands that a kernel cannot take as they ar
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 
@@ -103,6 +104,14 @@ def product_of(problem: Problem, config: Config) -> Problem:
   if isinstance(config, PersistentConfig):
     return specialised.multiplied(problem, config)
   return problem
+
+
+@functools.lru_cache(maxsize=1024)
+def as_read(problem: Problem) -> Problem:
+  """The problem with the layouts that the kernel reads, 8 bits behind a transposition."""
+  if problem.itemsize > 1:
+    return problem
+  return dataclasses.replace(problem, lhs_layout="k-major", rhs_layout="k-major")
 
 
 def warpgroup_tile(config: Config) -> tuple[int, int]:

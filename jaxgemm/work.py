@@ -65,7 +65,8 @@ class Work:
         self.has_roles and specialised.overlaps(problem, config)
     )
     self.asked, self.kernel, self.config = problem, kernel, config
-    self.problem = product = operand_passes.product_of(problem, config)
+    product = operand_passes.as_read(operand_passes.product_of(problem, config))
+    self.problem = product
 
     self.splits, self.cluster_k = _of(config, "splits"), _of(config, "cluster_k")
     self.sums = self.splits // self.cluster_k
