@@ -35,7 +35,7 @@ def test_places_go_round(count):
 def test_slots_follow_each_other(num_stages, producers):
   ring = make_ring(num_stages, num_producers=producers)
   for producer in range(producers):
-    slot = ring._slot(jnp.int32(producer))
+    slot = ring.slot_of(jnp.int32(producer))
     for step in range(producer, 3 * num_stages, producers):
       assert int(slot) == step % num_stages
       slot = ring._after(slot, producers)
