@@ -22,13 +22,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import tiles
+from pallas_kernels import padding, tiles
 from pallas_kernels.problem import SCALE_BLOCK, Problem
 from pallas_kernels.scales import COLS, ROWS
 
 NUM_COPIES = 2  # TMA copies of a k tile's factors.
-_STEP = 4  # Factors: TMA copies multiples of 16 bytes, which begin at such.
-_ALIGNED = 32  # The same: slots begin at multiples of 128 bytes.
+_STEP = tiles.tma_stride_elems("float32")  # TMA's copies begin at such, and are such.
+_ALIGNED = 32  # Factors: slots begin at multiples of 128 bytes.
 _ROW_SLOTS, _COL_SLOTS = "row_scale_slots", "col_scale_slots"
 Ref = Any
 
@@ -115,16 +115,14 @@ def prepare(
 
   For the emulator, which reads no more than there is, they are padded to whole tiles.
   """
-  padded = {}
+  arrays = {}
   for name, x, most in ((ROWS, row_scales, config.tile_m), (COLS, col_scales, _STEP)):
-    size = tiles.round_up(x.shape[2], _STEP)
+    arrays[name] = padding.mend_stride(x, x.dtype)
     if emulated:
-      size = tiles.round_up(size, most * config.cluster) + most + _STEP
-    if size > x.shape[2]:
+      size = tiles.round_up(x.shape[2], most * config.cluster) + most + _STEP
       pad = (0, size - x.shape[2], 0)
-      x = lax.pad(x, jnp.ones((), x.dtype), ((0, 0, 0), (0, 0, 0), pad))
-    padded[name] = x
-  return padded
+      arrays[name] = lax.pad(x, jnp.ones((), x.dtype), ((0, 0, 0), (0, 0, 0), pad))
+  return arrays
 
 
 def check(config, wg_tile: tuple[int, int]) -> str | None:
