@@ -27,8 +27,10 @@ class Model:
   short_rows: float = 0.0165  # Of operands copied in rows of 128 bytes; less if longer.
   crooked_rows: float = 1.78  # As `short_rows`, of rows that begin within 128 bytes.
   crooked_memory: float = 0.248  # What crooked rows cost the memory itself.
-  crooked_stores: float = 1.5  # Of the result's bytes, where its rows begin so.
-  crooked_32: float = 0.48  # Of all three, where they begin at multiples of 32 bytes.
+  stores: float = 1.13  # Of the result's bytes,
+  crooked_stores: float = 1.21  # and more, where its rows begin so within 32 bytes,
+  crooked_sectors: float = 0.277  # that, where at multiples of these.
+  crooked_32: float = 0.48  # Of the other two, where rows begin at multiples of 32 bytes.
   crooked_64: float = 0.2  # The same, of 64 bytes.
   same_lines: float = 1.0  # As rows: of each that shares a line. By hand, of k < 64.
   hot: float = 0.143  # A k tile of an operand that all CTAs ask for at once.

@@ -212,7 +212,7 @@ def _matrix(work: Work, device: Device, model: Model) -> float:
   rate = device.tflops(problem.dtype) * 1e6 / device.num_sms  # FLOP/us
   in_registers = work.splits_lhs or work.lhs_way == "converted"
   tile_n = config.tile_n if in_registers else max(config.tile_n, model.narrow)
-  matrix = 2 * config.tile_m * tile_n * config.tile_k / rate
+  matrix = 2 * config.tile_m * tile_n * work.depth / rate
   if work.has_roles and (config.wg_dim == "tile" or config.consumers == 1):
     matrix *= model.single
   wg_n = warpgroup_tile(config)[1]

@@ -78,7 +78,7 @@ def supply(work: Work, model: Model) -> float:
     by_loads = sum(
         valid[operand] / rates[operand in shifted] for operand in work.loaded
     )
-    return tiles.SWIZZLE_BYTES * max(by_tma, by_loads)
+    return tiles.SWIZZLE_BYTES * max(by_tma, by_loads * work.depth / config.tile_k)
   by_tma += model.same_lines * _crowding(work) / model.l2_rate
   # The lines of the only tile along m, or n, are asked for by all clusters at once.
   hot = 0.0
@@ -121,10 +121,21 @@ def memory(work: Work, device: Device, model: Model) -> float:
     lhs_bytes *= 1 + model.reread
   if work.tiles_m > 1:
     rhs_bytes *= 1 + model.reread
-  other_bytes *= 1 + model.crooked_stores * crooked(work.row_bytes, model)
+  other_bytes *= stored(work.row_bytes, model)
   moved = lhs_bytes + rhs_bytes + other_bytes
   time = moved / (device.bandwidth_tbps * 1e6 * model.memory)
   return time * (1 + model.apart * (1 - 1 / work.splits))
+
+
+def stored(row_bytes: int, model: Model) -> float:
+  """What it costs to store a result of such rows, in multiples of its bytes.
+
+  Sectors have 32 bytes: of rows that begin within one, each tile fills some in part.
+  """
+  if row_bytes % tiles.SWIZZLE_BYTES == 0:
+    return model.stores
+  share = 1.0 if row_bytes % 32 else model.crooked_sectors
+  return model.stores + model.crooked_stores * share
 
 
 def _many_rows(rows: int, model: Model) -> float:

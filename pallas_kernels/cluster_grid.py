@@ -90,16 +90,18 @@ class ClusterGrid:
     return self._gathered(cta) + before * (self.at_once * self.share)
 
   def _gathered(self, cta):
-    """The place among those of a turn, by which clusters of a GPC are neighbours."""
+    """The place among those of a turn, by which clusters of a GPC are neighbours.
+
+    Of clusters across the bands alone: others have had nothing of it.
+    """
     config = self.config
-    if config.cluster == 1:
-      return cta
     sizes = config.tile_m * config.cluster_m, self.tile_n * config.cluster_n
-    along = self.tiles_m
+    along, across, width = config.cluster_m, config.cluster_n, self.tiles_m
     if config.grid_minor == "n":
-      sizes, along = sizes[::-1], self.tiles_n
-    width = min(config.grid_width, along)
-    return tiles.gathered(cta, self.at_once, width, sizes)
+      along, across, width, sizes = across, along, self.tiles_n, sizes[::-1]
+    if along > 1 or across == 1:
+      return cta
+    return tiles.gathered(cta, self.at_once, min(config.grid_width, width), sizes)
 
   def local_count(self):
     """Tiles of this CTA."""

@@ -13,7 +13,8 @@ memory, in one order (see `exchange`).
 
 Where there are only a few k tiles, a pipeline has nothing to overlap, and what remains
 is latency: of launching, of fetching TMA's descriptors, of one way from memory and one
-back. Registers need no descriptor, and take any stride: no pass pads an operand.
+back. Registers need no descriptor, and take any stride: no pass pads an operand. Of a k
+that is shorter than a k tile no more is loaded, and multiplied, than there is.
 
 There are no barriers but the warpgroup's own, those of c, which TMA copies (see
 `epilogue`), and the exchange's. The emulator, which knows no such loads, copies tiles as
@@ -40,6 +41,7 @@ NAME = "direct"
 Config = DirectConfig
 MAX_SLOTS = 8  # k tiles that it holds; with more to multiply a pipeline is faster.
 LOADS_AT_ONCE = 16  # Of 16 or 32 bytes a thread.
+_WGMMA_K = 16  # Of 16 bits, that an instruction multiplies.
 
 
 def supports(problem: Problem, config: DirectConfig) -> str | None:
@@ -97,13 +99,28 @@ def num_slots(problem: Problem, config: DirectConfig) -> int:
   return min(num_steps(problem, config), MAX_SLOTS)
 
 
+def depths(problem: Problem, config: DirectConfig) -> tuple[int, ...]:
+  """Elements of k that are loaded of each slot's k tile, and multiplied.
+
+  All of it, but of the last k tile no more than there are, in multiples of 16, as wgmma
+  takes them: where it is known which one it is.
+  """
+  held, steps = num_slots(problem, config), num_steps(problem, config)
+  found = [config.tile_k] * held
+  apart = 0 < config.promote < steps  # The last is summed up with others like it.
+  if config.splits == 1 and held == steps and not apart:
+    left = problem.k - (steps - 1) * config.tile_k
+    found[-1] = min(config.tile_k, tiles.round_up(left, _WGMMA_K))
+  return tuple(found)
+
+
 def num_rounds(problem: Problem, config: DirectConfig) -> int:
   """How often a thread waits for its loads, one group of k tiles after the other."""
   cols = tiles.round_up(config.tile_n, tiles.rhs_block(problem))
-  chunks = (config.tile_m + cols) * config.tile_k // register_loads.CHUNK
-  slots = num_slots(problem, config)
-  rounds = tiles.cdiv(slots * chunks, LOADS_AT_ONCE * tiles.WG_THREADS)
-  return rounds * tiles.cdiv(num_steps(problem, config), slots)
+  wanted = sum(depths(problem, config))
+  chunks = (config.tile_m + cols) * wanted // register_loads.CHUNK
+  rounds = tiles.cdiv(chunks, LOADS_AT_ONCE * tiles.WG_THREADS)
+  return rounds * tiles.cdiv(num_steps(problem, config), num_slots(problem, config))
 
 
 def launch(
@@ -121,6 +138,7 @@ def launch(
   lhs, rhs = call.prepared.lhs_operand, call.prepared.rhs_operand
   grid = tiles.TileGrid.of(problem, config.tile_m, config.tile_n)
   k_steps, held = num_steps(problem, config), num_slots(problem, config)
+  wanted = depths(problem, config)
 
   def _kernel(lhs_gmem, rhs_gmem, c_gmem, out_gmem, refs):
     batch, m, n = grid.locate(lax.axis_index("cta"))
@@ -141,16 +159,20 @@ def launch(
         return
       found = []
       for i, k in steps:
-        found.append(lhs.by_registers(lhs_gmem, slots[0], i, batch=batch, mn=m, k=k))
-        found.append(rhs.by_registers(rhs_gmem, slots[1], i, batch=batch, mn=n, k=k))
+        at = dict(batch=batch, k=k, depth=wanted[i])
+        found.append(lhs.by_registers(lhs_gmem, slots[0], i, mn=m, **at))
+        found.append(rhs.by_registers(rhs_gmem, slots[1], i, mn=n, **at))
       register_loads.load(*found, at_once=LOADS_AT_ONCE)
       plgpu.commit_smem()
 
     def _multiply_slots(acc, first, count):
-      def step(i, _):
-        operand_tiles.multiply(acc, call.prepared, slots, first + i)
+      def step(i, _, depth=config.tile_k):
+        operand_tiles.multiply(acc, call.prepared, slots, first + i, depth=depth)
 
-      lax.fori_loop(jnp.int32(0), jnp.int32(count), step, None)
+      is_short = wanted[-1] < config.tile_k
+      lax.fori_loop(jnp.int32(0), jnp.int32(count - is_short), step, None)
+      if is_short:
+        step(count - 1, None, wanted[-1])
       plgpu.wgmma_wait(0)  # The next group overwrites what this one reads.
 
     def _multiply(acc, first, count):

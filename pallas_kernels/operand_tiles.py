@@ -12,7 +12,7 @@ seven ways (`Operand.way`):
            smaller than it.
   chunks   other operands that do not fit: the slot is made of chunks of 128 bytes
            of mn, each copied as a flat slot is, and each a wgmma of its own (but see
-           `n_major`).
+           `partial_wgmma`).
   loads    operands that fit in no other way, where the config says so: the producer
            loads them through registers (see `register_loads`).
   skewed   lhs that fits in none of the first three, where the config says so: TMA
@@ -44,7 +44,7 @@ from pallas_kernels import (
   conversions,
   fragments,
   fresh_sums,
-  n_major,
+  partial_wgmma,
   register_loads,
   run_loads,
   skewed,
@@ -244,12 +244,18 @@ class Operand:
     """Where the array begins along mn."""
     return array * self.mn if self.packed else 0
 
-  def by_registers(self, gmem: Sequence[Ref], slots: Ref, slot, *, batch, mn, k) -> tuple:
-    """What `register_loads.load` wants to know of the tile at element (mn, k)."""
+  def by_registers(
+      self, gmem: Sequence[Ref], slots: Ref, slot, *, batch, mn, k, depth=None
+  ) -> tuple:
+    """What `register_loads.load` wants to know of the tile at element (mn, k).
+
+    `depth` of k are wanted; by default all.
+    """
     rows, cols = (self.mn, self.k) if self.k_major else (self.k, self.mn)
     at = (mn, k) if self.k_major else (k, mn)
     loads = register_loads.RegisterLoads(
-        rows, cols, *self._tile_as_stored(), self.k_major, tiles.swizzled(self.dtype)
+        rows, cols, *self._tile_as_stored(), self.k_major, tiles.swizzled(self.dtype),
+        depth or self.tile_k,
     )
     return loads, gmem[0], slots.at[slot], batch if self.batched else 0, *at
 
@@ -362,7 +368,7 @@ def multiply_fragments(acc: Ref, lhs: jax.Array, prepared: Prepared, slots: Ref,
   """acc += rows of lhs in registers times all columns of a slot of rhs."""
   rhs = prepared.rhs_operand
   if not rhs.k_major:
-    n_major.multiply(
+    partial_wgmma.multiply(
         acc, lhs, rhs.stored(slots, slot, 0, rhs.slot_mn), k_major_lhs=True,
         transforms=tiles.swizzled(rhs.dtype, rhs.swizzle), in_registers=True,
     )
@@ -374,20 +380,24 @@ def multiply_fragments(acc: Ref, lhs: jax.Array, prepared: Prepared, slots: Ref,
 
 def multiply(
     acc: Ref, prepared: Prepared, slots: tuple[Ref, Ref], slot, *, lhs_start=0,
-    rhs_start=0, parts: tuple[int, int] = (0, 0),
+    rhs_start=0, parts: tuple[int, int] = (0, 0), depth: int | None = None,
 ) -> int:
   """acc += the product of a slot of lhs and one of rhs, from the given rows on.
 
+  Of all k, or, where both came through registers, of the first `depth`.
   Returns the number of wgmma groups: one where an instruction holds all columns and
   no operand comes in chunks.
   """
   lhs, rhs = prepared.lhs_operand, prepared.rhs_operand
   rows, cols = acc.shape
-  if cols % tiles.swizzle_elems(rhs.dtype) and not (rhs.k_major or rhs.emulated):
-    n_major.multiply(
+  depth = depth or rhs.tile_k
+  some_cols = cols % tiles.swizzle_elems(rhs.dtype) > 0 and not rhs.k_major
+  if (some_cols or depth < rhs.tile_k) and not rhs.emulated:
+    partial_wgmma.multiply(
         acc, lhs.stored(slots[0], slot, lhs_start, rows, parts[0]),
         rhs.stored(slots[1], slot, 0, rhs.slot_mn, parts[1]), k_major_lhs=lhs.k_major,
-        transforms=tiles.swizzled(rhs.dtype, rhs.swizzle),
+        transforms=tiles.swizzled(rhs.dtype, rhs.swizzle), k_major_rhs=rhs.k_major,
+        depth=depth,
     )
     return 1
   row_parts, col_parts = lhs.parts(rows), rhs.parts(cols)

@@ -10,7 +10,8 @@ round are under way before the first is used.
 A slot is made of blocks of 8 rows x 128 bytes. A thread takes the same 16 bytes of
 every second block. Blocks begin a multiple of 16 bytes apart in memory, whatever the
 stride of a row, so what a thread shifts by, and where it stores within a block, never
-changes.
+changes. Of a k tile of which wgmma reads `depth` alone, no more is loaded: of k-major rows
+so short the warpgroup takes 32, 64 or 128 at a time, each thread its 16 bytes again.
 
 What lies beyond k is zeros. What lies beyond the rows of lhs or the columns of rhs is
 whatever can be read nearby, or was there before, as nothing that comes of it is stored.
@@ -56,6 +57,7 @@ class RegisterLoads:
     tile_rows, tile_cols: of the tile; multiples of `ROW_STEP` and 64.
     k_major: whether a row holds elements of k, else a column.
     transforms: of the slots.
+    depth: elements of k that are wanted of a tile, a multiple of 16.
   """
 
   rows: int
@@ -64,6 +66,7 @@ class RegisterLoads:
   tile_cols: int
   k_major: bool
   transforms: tuple[Any, ...]
+  depth: int
 
   def __post_init__(self):
     assert self.tile_rows % ROW_STEP == 0 == self.tile_cols % _BLOCK_COLS
@@ -76,7 +79,24 @@ class RegisterLoads:
   @property
   def k_is_short(self) -> bool:
     """Whether no tile lies within k."""
-    return self.cols < self.tile_cols if self.k_major else self.rows < self.tile_rows
+    return (self.cols if self.k_major else self.rows) < self.depth
+
+  @property
+  def chunks_across(self) -> int:
+    """Threads that share a row of blocks, a chunk each: a power of two.
+
+    As few as hold what is wanted of k, if a round then takes no part of the tile's rows.
+    """
+    wanted = self.depth if self.k_major else _BLOCK_COLS
+    return next(
+        count for count in (1, 2, 4, 8)
+        if count * CHUNK >= wanted and self.tile_rows % (tiles.WG_THREADS // count) == 0
+    )
+
+  @property
+  def round_rows(self) -> int:
+    """Rows of a block's width that all threads take at once."""
+    return tiles.WG_THREADS // self.chunks_across
 
   @property
   def has_edge(self) -> bool:
@@ -86,7 +106,7 @@ class RegisterLoads:
     return self.cols % self.tile_cols > 0
 
   def blocks(self) -> Iterator[tuple[int, int]]:
-    """(row, col) in the tile of each second block, whose next one lies 8 rows on.
+    """(row, col) in the tile of what all threads take at once: `round_rows`, 64 columns.
 
     None where every tile reaches beyond the rows of lhs or the columns of rhs.
     """
@@ -94,9 +114,9 @@ class RegisterLoads:
     if self.k_major:
       rows = min(rows, self.rows)
     else:
-      cols = min(cols, self.cols)
+      rows, cols = self.depth, min(cols, self.cols)
     for col in range(0, cols, _BLOCK_COLS):
-      for row in range(0, rows, 2 * _BLOCK_ROWS):
+      for row in range(0, rows, self.round_rows):
         yield row, col
 
 
@@ -116,21 +136,22 @@ class _Tile:
     self._source = i64_address(mgpu.utils.memref_ptr(source))
     self._last_byte = const64(2 * math.prod(shape) - 1)
     thread = arith.remui(mgpu.utils.thread_idx(), i32(tiles.WG_THREADS))
-    row_in_block = arith.andi(arith.shrui(thread, i32(3)), i32(7))
-    second = arith.shrui(thread, i32(6))  # Of each two blocks.
-    chunk = arith.andi(thread, i32(7))
-    own_row = arith.addi(row_in_block, arith.shli(second, i32(3)))
+    across = loads.chunks_across
+    own_row = arith.shrui(thread, i32(across.bit_length() - 1))
+    row_in_block = arith.andi(own_row, i32(_BLOCK_ROWS - 1))
+    block = arith.shrui(own_row, i32(3))  # Of those of a round.
+    chunk = arith.andi(thread, i32(across - 1))
     self._row = arith.addi(row, own_row)
     self._col = arith.addi(col, arith.shli(chunk, i32(3)))
     self._first_row = arith.muli(i64(batch), const64(loads.rows))
     if loads.k_major:
-      self.within_k = _at_most(arith.addi(col, i32(loads.tile_cols)), loads.cols)
+      self.within_k = _at_most(arith.addi(col, i32(loads.depth)), loads.cols)
     else:
-      self.within_k = _at_most(arith.addi(row, i32(loads.tile_rows)), loads.rows)
+      self.within_k = _at_most(arith.addi(row, i32(loads.depth)), loads.rows)
     # Rows of blocks lie `blocks_across` blocks apart; in row r, units are XORed with r.
     self._blocks_across = loads.tile_cols // _BLOCK_COLS
     place = arith.addi(
-        arith.muli(second, i32(self._blocks_across * _BLOCK_BYTES)),
+        arith.muli(block, i32(self._blocks_across * _BLOCK_BYTES)),
         arith.addi(
             arith.shli(row_in_block, i32(7)),
             arith.shli(arith.xori(chunk, row_in_block), i32(4)),

@@ -111,25 +111,29 @@ def gathered(index, count: int, width: int, sizes: tuple[int, int]):
 
   Clusters of several CTAs come to the GPCs of a chip in turn, and what the SMs of a GPC
   ask the L2 for at once is fetched once. So those of a GPC get tiles beside each other,
-  as square as can be, of a band that is `width` tiles wide (`sizes`: of a tile along and
-  across it). 1024x4096x4096 by tiles of 128x128 in pairs along n took 55.5 us on an H100,
-  where those of a GPC had one row of tiles, and takes 45.2. Single CTAs come to a GPC
-  many in a row: bands have them gathered.
+  of a band that is `width` tiles wide: as square as can be (`sizes`: of a tile along and
+  across it) where such blocks fill the band, else one behind the other in its order.
+  1024x4096x4096 by tiles of 128x128 in pairs along n took 55.5 us on an H100, where those
+  of a GPC had one row of tiles, and takes 45.2. Single CTAs come to a GPC many in a row:
+  bands have them gathered.
   """
   each = count // GPCS
+  if each < 2:
+    return index
   shapes = [
       (along, each // along) for along in range(1, each + 1)
       if each % along == 0 and width % along == 0 and GPCS % (width // along) == 0
   ]
-  if each < 2 or not shapes:
-    return index
-  along, across = min(
-      shapes, key=lambda shape: shape[0] * sizes[0] + shape[1] * sizes[1]
-  )
   member, gpc = divmod_of(index, GPCS)
-  row, col = divmod_of(gpc, width // along)
-  step, start = divmod_of(member, along)
-  place = (row * across + step) * width + col * along + start
+  if shapes:
+    along, across = min(
+        shapes, key=lambda shape: shape[0] * sizes[0] + shape[1] * sizes[1]
+    )
+    row, col = divmod_of(gpc, width // along)
+    step, start = divmod_of(member, along)
+    place = (row * across + step) * width + col * along + start
+  else:
+    place = gpc * each + member
   return lax.select(index < each * GPCS, place, index)
 
 

@@ -148,7 +148,7 @@ def test_direct(tile, layouts):
   """Rows of every alignment, of operands and of the result."""
   config = small_config("direct", tile_m=tile[0], tile_n=tile[1])
   for size in ((24, 208, 16), (265, 955, 21), (13, 50, 135), (300, 116, 240), (7, 9, 3),
-               (130, 72, 1100)):
+               (70, 88, 40), (129, 66, 80), (130, 72, 1100)):
     problem = make_problem(*size, layouts, batch=2, lhs_batched=False)
     if KERNELS["direct"].supports(problem, config) is None:
       check("direct", problem, config)

@@ -295,16 +295,19 @@ def test_tile_order_visits_every_tile_once(shape, width, minor):
 
 
 @pytest.mark.parametrize("count", [7, 16, 33, 66, 132])
-@pytest.mark.parametrize("width", [1, 3, 8])
+@pytest.mark.parametrize("width", [1, 3, 5, 8])
 @pytest.mark.parametrize("sizes", [(128, 256), (512, 64)], ids=str)
 def test_clusters_of_a_gpc_are_gathered(count, width, sizes):
   index = np.arange(count, dtype=np.int32)
   places = np.asarray(jax.vmap(
       lambda i: tiles.gathered(i, count, width, sizes))(index))
   assert sorted(places.tolist()) == index.tolist()
-  if width == 8 and (each := count // tiles.GPCS) >= 4:
-    for gpc in range(tiles.GPCS):  # Neither a row nor a column of tiles.
-      of_gpc = places[gpc : each * tiles.GPCS : tiles.GPCS]
+  each = count // tiles.GPCS
+  for gpc in range(tiles.GPCS if each > 1 else 0):
+    of_gpc = places[gpc : each * tiles.GPCS : tiles.GPCS]
+    if width in (3, 5):  # No blocks of tiles fill the band: a run of its order.
+      assert of_gpc.tolist() == list(range(gpc * each, (gpc + 1) * each))
+    elif width == 8 and each >= 4:  # Neither a row nor a column of tiles.
       asked = [len(set(of_gpc % width)), len(set(of_gpc // width))]
       assert asked[0] * asked[1] == each
       squares = [n * sizes[0] + each // n * sizes[1] for n in (1, 2, 4, 8)

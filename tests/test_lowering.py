@@ -129,6 +129,15 @@ def test_sums_within_clusters_lower(cluster_k, layouts):
     assert "jaxgemm_direct" in text and "reduce" not in text
 
 
+@pytest.mark.parametrize("layouts", LAYOUTS)
+@pytest.mark.parametrize("k", [16, 41, 80])
+def test_parts_of_a_k_tile_lower(k, layouts):
+  for tile_m, tile_n in ((64, 48), (128, 64)):
+    config = small_config("direct", tile_m=tile_m, tile_n=tile_n)
+    text = lowered("direct", make_problem(200, 130, k, layouts), config)
+    assert "jaxgemm_direct" in text
+
+
 def test_no_operand_is_copied_where_tma_takes_it():
   """No transposed copy in any layout of bfloat16; a pad only for bad strides."""
   for layouts in LAYOUTS:

@@ -1,10 +1,11 @@
-"""wgmma of any multiple of 8 columns of an rhs whose rows lie along n.
+"""wgmma of a part of what lies in the slots: of columns, or of k.
 
-Such an rhs lies in shared memory in blocks of 8 rows x 64 columns (128 bytes), and
-Pallas takes as many columns as the blocks have. The instruction itself takes any
-multiple of 8: it reads the blocks in the order that its descriptor gives, and of the
-last one what it needs. Here the descriptors are Mosaic's, of all blocks, and the
-number of columns is said apart.
+An rhs whose rows lie along n lies in shared memory in blocks of 8 rows x 64 columns (128
+bytes), and Pallas takes as many columns as the blocks have. The instruction itself takes
+any multiple of 8: it reads the blocks in the order that its descriptor gives, and of the
+last one what it needs. Pallas multiplies all 64 of k, too, where each instruction takes
+16. Here the descriptors are Mosaic's, of all blocks, and the numbers of columns and of k
+are said apart.
 
 The accumulator passes through as a value; nothing waits for it, as each wgmma that adds
 to it comes behind the last.
@@ -35,7 +36,7 @@ Ref = Any
 
 def multiply(
     acc: Ref, lhs: Ref | jax.Array, rhs: Ref, *, k_major_lhs: bool, transforms,
-    in_registers: bool = False,
+    k_major_rhs: bool = False, in_registers: bool = False, depth: int = _BLOCK_COLS,
 ) -> None:
   """acc += lhs @ rhs, of 16-bit operands in shared memory; one group of wgmma.
 
@@ -43,10 +44,13 @@ def multiply(
     acc: accumulator [rows, cols]; rows a multiple of 64, cols one of 8.
     lhs: [rows, 64], or [64, rows], or in chunks [rows / 64, 64, 64] of which each is
       [k, m].
-    rhs: [64, columns of the slot], or in chunks [chunks, 64, 64] of which each is [k, n].
+    rhs: [64, columns of the slot], or in chunks [chunks, 64, 64] of which each is [k, n],
+      or [columns, 64].
     k_major_lhs: whether lhs is the first of the three.
     transforms: of both, in shared memory.
+    k_major_rhs: whether rhs is the last of the three.
     in_registers: whether lhs is an array [rows, 64], no reference.
+    depth: of k that is multiplied, a multiple of 16; all 64 of lhs in registers.
   """
   parts = tiles.instruction_columns(acc.shape[1])
   lhs_type = plgpu.Layout.WGMMA if in_registers else plgpu.RefType(transforms)
@@ -68,15 +72,17 @@ def multiply(
       (begin, step), (apart, _), major = _descriptor(lhs, is_lhs=True)
       lhs_of = lambda group: _behind(begin, group * apart)
       facts = dict(a_transpose=major != mma_utils.Dim.K, a_k_stride=step)
-    (rhs_begin, rhs_step), (rhs_apart, _), _ = _descriptor(_blocks(rhs), is_lhs=False)
+    rhs = mgpu.memref_transpose(rhs, (1, 0, 3, 2)) if k_major_rhs else _blocks(rhs)
+    (rhs_begin, rhs_step), (rhs_apart, _), _ = _descriptor(rhs, is_lhs=False)
     dtype = ir.MemRefType(rhs.type).element_type
     for group in range(len(registers)):
       for start, size in parts:
         here = slice(group, group + 1), slice(start // 8, (start + size) // 8)
         registers[here] = wgmma_m64(
             registers[here], lhs_of(group),
-            _behind(rhs_begin, start // _BLOCK_COLS * rhs_apart), b_transpose=True,
-            b_k_stride=rhs_step, n=size, swizzle=tiles.SWIZZLE_BYTES,
+            _behind(rhs_begin, start // _BLOCK_COLS * rhs_apart),
+            b_transpose=not k_major_rhs, b_k_stride=rhs_step, n=size,
+            swizzle=depth * 2,  # Its bytes of k alone: descriptors say how they lie.
             a_element_type=dtype, b_element_type=dtype, **facts,
         )
     nvvm.wgmma_commit_group_sync_aligned()

@@ -1,0 +1,67 @@
+"""Which thread loads which 16 bytes of a tile that comes through registers.
+
+The loads themselves run on the chip alone (tests/test_gpu.py).
+"""
+
+from __future__ import annotations
+
+import collections
+
+import pytest
+
+from pallas_kernels import direct, tiles
+from pallas_kernels.problem import DirectConfig, Problem
+from pallas_kernels.register_loads import CHUNK, RegisterLoads
+
+WIDTH = 64  # Elements of a block's row.
+
+
+def chunks(loads: RegisterLoads) -> collections.Counter[tuple[int, int]]:
+  """How often (row, first column) of each chunk of the tile is loaded."""
+  found = collections.Counter()
+  for row, col in loads.blocks():
+    for thread in range(tiles.WG_THREADS):
+      down, across = divmod(thread, loads.chunks_across)
+      found[row + down, col + across * CHUNK] += 1
+  return found
+
+
+@pytest.mark.parametrize("depth", [16, 32, 48, 64])
+@pytest.mark.parametrize("rows", [16, 48, 64, 96, 128, 192, 256])
+def test_k_major_tiles_are_loaded_once_as_far_as_they_are_wanted(rows, depth):
+  loads = RegisterLoads(1000, depth, rows, WIDTH, True, (), depth)
+  found = chunks(loads)
+  assert set(found.values()) == {1}
+  wanted = {(row, col) for row in range(rows) for col in range(0, depth, CHUNK)}
+  assert wanted <= found.keys()
+  assert max(row for row, _ in found) < rows
+  if rows % 64 == 0:  # And little more: as much as a power of two has.
+    assert len(found) <= max(2 * len(wanted) - 2 * rows, len(wanted))
+
+
+@pytest.mark.parametrize("depth", [16, 32, 48, 64])
+@pytest.mark.parametrize("cols", [64, 128, 256])
+def test_other_tiles_are_loaded_in_as_many_rows_as_are_wanted(cols, depth):
+  found = chunks(RegisterLoads(depth, 1000, WIDTH, cols, False, (), depth))
+  assert found == collections.Counter(
+      (row, col) for row in range(depth) for col in range(0, cols, CHUNK)
+  )
+
+
+@pytest.mark.parametrize(
+    ("k", "fields", "depths"),
+    [
+        (3, {}, (16,)),
+        (16, {}, (16,)),
+        (33, {}, (48,)),
+        (64, {}, (64,)),
+        (65, {}, (64, 16)),
+        (240, {}, (64, 64, 64, 48)),
+        (240, dict(promote=4), (64, 64, 64, 48)),
+        (240, dict(promote=2), (64,) * 4),  # The last is added with the one before.
+        (240, dict(splits=2), (64,) * 2),  # Of CTAs with other shares.
+        (8 * 64 + 8, {}, (64,) * 8),  # The groups of k tiles are alike.
+    ],
+)
+def test_direct_loads_no_more_of_the_last_k_tile_than_there_is(k, fields, depths):
+  assert direct.depths(Problem(100, 100, k), DirectConfig(**fields)) == depths
