@@ -10,8 +10,8 @@ round are under way before the first is used.
 A slot is made of blocks of 8 rows x 128 bytes. A thread takes the same 16 bytes of
 every second block. Blocks begin a multiple of 16 bytes apart in memory, whatever the
 stride of a row, so what a thread shifts by, and where it stores within a block, never
-changes. Of a k tile of which wgmma reads `depth` alone, no more is loaded: of k-major rows
-so short the warpgroup takes 32, 64 or 128 at a time, each thread its 16 bytes again.
+changes. Of a k tile of which wgmma reads `depth` alone, no more is loaded: of k-major
+rows so short the warpgroup takes 32, 64 or 128 at a time, each thread its 16 bytes again.
 
 What lies beyond k is zeros. What lies beyond the rows of lhs or the columns of rhs is
 whatever can be read nearby, or was there before, as nothing that comes of it is stored.
