@@ -533,7 +533,7 @@ def test_the_table_has_every_public_function():
       if inspect.isroutine(value) and not name.startswith("_")
   }
   # What only a batch-invariant product refuses: tests/test_invariance.py. Those of
-  # groups of rows: tests/test_ragged.py, tests/test_scaled_ragged.py.
+  # groups of rows: tests/test_ragged_plans.py, tests/test_scaled_ragged.py.
   elsewhere = {"batch_invariant", "ragged_dot", "scaled_ragged_dot"}
   assert public - {name.split(":")[0] for name in TABLE} <= elsewhere
 

@@ -16,8 +16,8 @@ from jaxgemm.recording import recording
 from pallas_kernels.conversions import SOURCES
 from tests.kernel_cases import more, mostly_more
 from tests.product_cases import equations
+from tests.ragged_cases import plain
 from tests.test_converted import as_accurate, in_float64, plans
-from tests.test_ragged import plain
 from tests.test_ragged_sharding import kinds_and_sizes, mesh_of, put
 
 M, G, K, N = 40, 4, 96, 64

@@ -17,7 +17,7 @@ import jaxgemm
 from jaxgemm import reference
 from tests.kernel_cases import more
 from tests.product_cases import normal
-from tests.test_ragged import (
+from tests.ragged_cases import (
   K,
   M,
   N,

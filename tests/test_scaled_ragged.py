@@ -18,9 +18,9 @@ from jaxgemm.device import current_device, known_device
 from jaxgemm.recording import recording
 from pallas_kernels import compat, grouped_m
 from pallas_kernels.problem import Epilogue, PersistentConfig
+from tests.grouped_cases import bounds, config_of, gpu_sizes, lowered, of_m
 from tests.kernel_cases import more
 from tests.test_converted import plans
-from tests.test_grouped import bounds, config_of, gpu_sizes, lowered, of_m
 from tests.test_ragged_sharding import kinds_and_sizes, mesh_of, put
 
 M, G, N, K = 40, 4, 136, 192
