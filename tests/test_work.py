@@ -232,3 +232,23 @@ def test_shared_crooked_rows_wait_for_slots():
   assert not waits(4096, 4096, 4104, cluster_m=2)
   assert not waits(4096, 4104, 4096, cluster_n=2)
   assert not waits(4096, 4096, 4096, cluster_m=2) and not waits(4104, 4104, 4104)
+
+
+def test_rows_within_lines_and_within_sectors_cost_more_to_store():
+  lines, sectors, within = (traffic.stored(size, MODEL) for size in (256, 288, 272))
+  assert 1 < lines < sectors < within
+
+
+@pytest.mark.parametrize(("k", "depth"), [(16, 16), (72, 40), (64, 64), (240, 60)])
+def test_a_k_tile_of_direct_has_as_much_as_there_is(k, depth):
+  """Loads and tensor cores take less time for a short last one, but ask for all rows."""
+  short, full = (
+      Work(Problem(512, 512, size), "direct", DirectConfig(64, 64), H200)
+      for size in (k, -(-k // 64) * 64)
+  )
+  assert short.depth == depth and full.depth == 64
+  matrix = [cost_model._matrix(each, H200, MODEL) for each in (short, full)]
+  assert matrix[0] == pytest.approx(matrix[1] * depth / 64)
+  supply = [traffic.supply(each, MODEL) for each in (short, full)]
+  assert (supply[0] < supply[1]) == (depth < 64)
+  assert supply[0] >= supply[1] * depth / 64 - 1e-9
