@@ -84,11 +84,12 @@ def test_every_tile_is_done_once_in_the_same_order(num_sms, fields, rounds):
     ("fields", "gathered"),
     [(dict(cluster_n=2), True), (dict(cluster_m=2), False), ({}, False),
      (dict(cluster_m=2, cluster_n=2), False),
-     (dict(cluster_m=2, grid_minor="n"), True), (dict(cluster_n=2, grid_minor="n"), False)],
+     (dict(cluster_m=2, grid_minor="n"), True),
+     (dict(cluster_n=2, grid_minor="n"), False)],
     ids=str,
 )
 def test_clusters_across_the_bands_are_gathered(fields, gathered):
-  """Those that come to one GPC: each eighth. Of a band of five tiles, a run of its order."""
+  """Those that come to one GPC, each eighth: by runs of a band that is five tiles wide."""
   config = PersistentConfig(64, 64, consumers=1, **fields)
   tiles_m, tiles_n = (13, 5) if config.grid_minor == "n" else (5, 13)
   problem = Problem(64 * tiles_m * config.cluster_m, 64 * tiles_n * config.cluster_n, 64)
