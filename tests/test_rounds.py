@@ -89,7 +89,7 @@ def test_every_tile_is_done_once_in_the_same_order(num_sms, fields, rounds):
     ids=str,
 )
 def test_clusters_across_the_bands_are_gathered(fields, gathered):
-  """Those that come to one GPC, each eighth: by runs of a band that is five tiles wide."""
+  """Those that come to one GPC, each eighth: by runs of a band of five tiles."""
   config = PersistentConfig(64, 64, consumers=1, **fields)
   tiles_m, tiles_n = (13, 5) if config.grid_minor == "n" else (5, 13)
   problem = Problem(64 * tiles_m * config.cluster_m, 64 * tiles_n * config.cluster_n, 64)
