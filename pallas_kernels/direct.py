@@ -13,8 +13,8 @@ memory, in one order (see `exchange`).
 
 Where there are only a few k tiles, a pipeline has nothing to overlap, and what remains
 is latency: of launching, of fetching TMA's descriptors, of one way from memory and one
-back. Registers need no descriptor, and take any stride: no pass pads an operand. Of a k
-that is shorter than a k tile no more is loaded, and multiplied, than there is.
+back. Registers need no descriptor, and take any stride: no pass pads an operand. Of
+the last k tile no more is loaded, and multiplied, than there is (see `depths`).
 
 There are no barriers but the warpgroup's own, those of c, which TMA copies (see
 `epilogue`), and the exchange's. The emulator, which knows no such loads, copies tiles as

@@ -43,7 +43,7 @@ from pallas_kernels.integers import const64, i32, i32_type, i64, i64_address, le
 CHUNK = 8  # Elements of 16 bits that a thread stores at once: 16 bytes.
 ROUND = 8  # Chunks of a thread whose loads are under way at once.
 _BLOCK_ROWS, _BLOCK_COLS, _BLOCK_BYTES = 8, 64, 1024
-ROW_STEP = 2 * _BLOCK_ROWS  # Of a tile: what a round of loads takes.
+ROW_STEP = 2 * _BLOCK_ROWS  # Of a tile: what a round of loads takes at least.
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 Ref = Any
 

@@ -10,10 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import grouped_grid
-from tests.grouped_cases import (
-  bounds,
-  random_sizes,
-)
+from tests.grouped_cases import bounds, random_sizes
 
 TABLES = [  # m, groups, rows of a tile
     (1, 1, 8), (5, 3, 8), (100, 1, 16), (100, 7, 16), (96, 12, 32), (500, 40, 64),
