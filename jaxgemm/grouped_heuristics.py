@@ -71,4 +71,9 @@ def _configs(
   # Promotion follows from all rows of sums: what a group has is data.
   steps = tiles.cdiv(problem.k, tiles.swizzle_elems(problem.dtype))
   promote = heuristics.promotion(problem, steps)
-  return [dataclasses.replace(config, promote=promote) for config in found]
+  found = [dataclasses.replace(config, promote=promote) for config in found]
+  if problem.grouped == "k":
+    return found
+  # Which row tiles are whose is data: their order is `grouped_grid`'s.
+  order = dict(grid_minor="m", grid_width=tiles.GRID_WIDTH)
+  return [dataclasses.replace(config, **order) for config in found]

@@ -12,7 +12,7 @@ import itertools
 import math
 from typing import Any
 
-from jaxgemm import cost_model, ring_slots, tile_shapes, xla_times
+from jaxgemm import cost_model, ring_slots, tile_orders, tile_shapes, xla_times
 from jaxgemm.device import Device
 from jaxgemm.operand_passes import as_read, misaligned, passes
 from pallas_kernels import (
@@ -90,6 +90,8 @@ def _estimated(
   for kernel, config in configs:
     cluster = math.prod(getattr(config, axis, 1) for axis in CLUSTER_AXES)
     if device.max_clusters(cluster) and KERNELS[kernel].supports(problem, config) is None:
+      if isinstance(config, PersistentConfig):
+        config = tile_orders.ordered(problem, config, device)
       estimate = cost_model.estimate(problem, kernel, config, device)
       found.append(Candidate(kernel, config, estimate.time_us, estimate))
   return found

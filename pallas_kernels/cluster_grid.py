@@ -85,23 +85,9 @@ class ClusterGrid:
     """The first tile of this CTA."""
     cta = lax.axis_index("cta")
     if self.num_clusters == self.at_once:
-      return self._gathered(cta)
-    before, cta = tiles.divmod_of(cta, self.at_once)  # Rounds.
-    return self._gathered(cta) + before * (self.at_once * self.share)
-
-  def _gathered(self, cta):
-    """The place among those of a turn, by which clusters of a GPC are neighbours.
-
-    Of clusters across the bands alone: others have had nothing of it.
-    """
-    config = self.config
-    sizes = config.tile_m * config.cluster_m, self.tile_n * config.cluster_n
-    along, across, width = config.cluster_m, config.cluster_n, self.tiles_m
-    if config.grid_minor == "n":
-      along, across, width, sizes = across, along, self.tiles_n, sizes[::-1]
-    if along > 1 or across == 1:
       return cta
-    return tiles.gathered(cta, self.at_once, min(config.grid_width, width), sizes)
+    before, cta = tiles.divmod_of(cta, self.at_once)  # Rounds.
+    return cta + before * (self.at_once * self.share)
 
   def local_count(self):
     """Tiles of this CTA."""

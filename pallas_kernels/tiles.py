@@ -21,7 +21,6 @@ TMA_BOX_LIMIT = 256  # Elements of one dimension of a TMA box.
 MAX_TILES = 2**30  # Their numbers, and those of splits, are of 32 bits.
 WGMMA_COLS = 256  # Columns that one wgmma instruction multiplies.
 LEAST_COLUMNS = 16  # Of a tile: the epilogue stores 32 bytes of a row or more.
-GPCS = 8  # Of a Hopper GPU: parts of the chip whose SMs share a way to the L2.
 GRID_WIDTH = 8  # Tiles of a band, where the config does not say (`tile_order`).
 
 
@@ -104,37 +103,6 @@ def tile_order(index, tiles_m: int, tiles_n: int, minor: str, width: int):
   backwards = lax.rem(band, jnp.int32(2)) == 1
   major = lax.select(backwards, major_size - 1 - major, major)
   return (minor_index, major) if minor == "m" else (major, minor_index)
-
-
-def gathered(index, count: int, width: int, sizes: tuple[int, int]):
-  """The place of the `index`-th of `count` clusters of CTAs in the order of the tiles.
-
-  Clusters of several CTAs come to the GPCs of a chip in turn, and what the SMs of a GPC
-  ask the L2 for at once is fetched once. So those of a GPC get tiles beside each other,
-  of a band that is `width` tiles wide: as square as can be (`sizes`: of a tile along and
-  across it) where such blocks fill the band, else one behind the other in its order.
-  1024x4096x4096 by tiles of 128x128 in pairs along n took 55.5 us on an H100, where those
-  of a GPC had one row of tiles, and takes 45.2. Single CTAs come to a GPC many in a row:
-  bands have them gathered.
-  """
-  each = count // GPCS
-  if each < 2:
-    return index
-  shapes = [
-      (along, each // along) for along in range(1, each + 1)
-      if each % along == 0 and width % along == 0 and GPCS % (width // along) == 0
-  ]
-  member, gpc = divmod_of(index, GPCS)
-  if shapes:
-    along, across = min(
-        shapes, key=lambda shape: shape[0] * sizes[0] + shape[1] * sizes[1]
-    )
-    row, col = divmod_of(gpc, width // along)
-    step, start = divmod_of(member, along)
-    place = (row * across + step) * width + col * along + start
-  else:
-    place = gpc * each + member
-  return lax.select(index < each * GPCS, place, index)
 
 
 def apart(index, count: int, size: int):

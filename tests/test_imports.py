@@ -19,7 +19,7 @@ LAYERS = (
     ("device", "arguments", "operand_passes", "cost_constants", "equations"),
     ("work",),
     ("traffic",),
-    ("cost_model", "tile_shapes", "ring_slots"),
+    ("cost_model", "tile_shapes", "ring_slots", "tile_orders"),
     ("xla_times",),
     ("contexts", "table", "heuristics", "dims", "precision", "reference", "quantisation"),
     (
@@ -45,8 +45,8 @@ LAYERS = (
 )
 KERNEL_IMPORTERS = {
     "cost_model", "cotangents", "grouped_heuristics", "heuristics", "invariance",
-    "launch", "losses", "operand_passes", "plan", "ring_slots", "table", "tile_shapes",
-    "traffic", "triton_heuristics", "user_table", "work", "xla_times",
+    "launch", "losses", "operand_passes", "plan", "ring_slots", "table", "tile_orders",
+    "tile_shapes", "traffic", "triton_heuristics", "user_table", "work", "xla_times",
 }
 # A checkout has suites to tune for; a wheel has none, and must not miss them.
 SUITES_IMPORTER = ROOT / "jaxgemm" / "autotune" / "problems.py"

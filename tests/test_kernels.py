@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
 import numpy as np
 import pytest
 
@@ -292,27 +291,6 @@ def test_tile_order_visits_every_tile_once(shape, width, minor):
   order = [tuple(map(int, tiles.tile_order(i, *shape, minor, width)))
            for i in range(shape[0] * shape[1])]
   assert sorted(order) == [(m, n) for m in range(shape[0]) for n in range(shape[1])]
-
-
-@pytest.mark.parametrize("count", [7, 16, 33, 66, 132])
-@pytest.mark.parametrize("width", [1, 3, 5, 8])
-@pytest.mark.parametrize("sizes", [(128, 256), (512, 64)], ids=str)
-def test_clusters_of_a_gpc_are_gathered(count, width, sizes):
-  index = np.arange(count, dtype=np.int32)
-  places = np.asarray(jax.vmap(
-      lambda i: tiles.gathered(i, count, width, sizes))(index))
-  assert sorted(places.tolist()) == index.tolist()
-  each = count // tiles.GPCS
-  for gpc in range(tiles.GPCS if each > 1 else 0):
-    of_gpc = places[gpc : each * tiles.GPCS : tiles.GPCS]
-    if width in (3, 5):  # No blocks of tiles fill the band: a run of its order.
-      assert of_gpc.tolist() == list(range(gpc * each, (gpc + 1) * each))
-    elif width == 8 and each >= 4:  # Neither a row nor a column of tiles.
-      asked = [len(set(of_gpc % width)), len(set(of_gpc // width))]
-      assert asked[0] * asked[1] == each
-      squares = [n * sizes[0] + each // n * sizes[1] for n in (1, 2, 4, 8)
-                 if each % n == 0]
-      assert np.dot(asked, sizes) == min(squares)
 
 
 # -- What the kernels refuse ---------------------------------------------------------

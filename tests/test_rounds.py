@@ -81,37 +81,6 @@ def test_every_tile_is_done_once_in_the_same_order(num_sms, fields, rounds):
 
 
 @pytest.mark.parametrize(
-    ("fields", "gathered"),
-    [(dict(cluster_n=2), True), (dict(cluster_m=2), False), ({}, False),
-     (dict(cluster_m=2, cluster_n=2), False),
-     (dict(cluster_m=2, grid_minor="n"), True),
-     (dict(cluster_n=2, grid_minor="n"), False)],
-    ids=str,
-)
-def test_clusters_across_the_bands_are_gathered(fields, gathered):
-  """Those that come to one GPC, each eighth: by runs of a band of five tiles."""
-  config = PersistentConfig(64, 64, consumers=1, **fields)
-  tiles_m, tiles_n = (13, 5) if config.grid_minor == "n" else (5, 13)
-  problem = Problem(64 * tiles_m * config.cluster_m, 64 * tiles_n * config.cluster_n, 64)
-  grid = ClusterGrid.of(problem, config, num_sms=65 * config.cluster)
-  assert grid.num_clusters == grid.num_tiles == 65
-  walks = _walks(grid, config.cluster_axes)[:: config.cluster]  # A CTA of each cluster.
-  assert {len(walk) for walk in walks} == {1}
-  minor, major = (2, 1) if config.grid_minor == "n" else (1, 2)
-  sizes = 64 * config.cluster_m, 64 * config.cluster_n
-  order = [
-      walk[0][major] // sizes[major - 1] * 5 + walk[0][minor] // sizes[minor - 1]
-      for walk in walks
-  ]
-  if gathered:
-    of_gpc = [order[gpc:64:8] for gpc in range(8)]
-    assert of_gpc == [list(range(8 * gpc, 8 * gpc + 8)) for gpc in range(8)]
-    assert order[64] == 64
-  else:
-    assert order == list(range(65))
-
-
-@pytest.mark.parametrize(
     "fields", mostly_slow([dict(wg_dim="tile"), dict(cluster_m=2)]), ids=str
 )
 def test_rounds_have_the_same_bits(fields):
