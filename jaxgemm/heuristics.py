@@ -153,7 +153,8 @@ def _configs(problem: Problem, device: Device) -> Iterator[tuple[str, Config]]:
   ):
     for shape in shapes:
       yield from _specialised(problem, product, device, (*shape, swap))
-    for shape in tile_shapes.filling(product, device):
+    more = *tile_shapes.filling(product, device), *tile_shapes.in_turns(product, device)
+    for shape in more:
       if shape not in shapes:
         yield from _specialised(problem, product, device, (*shape, swap), splits=False)
     yield from _skewed_configs(problem, product, device, swap)

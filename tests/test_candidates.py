@@ -87,6 +87,27 @@ def test_filling_tiles_are_as_narrow_as_may_be(size, layouts):
     )
 
 
+def test_crooked_products_have_filling_and_fitted_tiles_in_turns():
+  """336 columns are two of 168, or of 176; rows of whole lines have the usual ones."""
+  size = dict(m=8088, n=336, batch=7, rhs_layout="k-major")
+  crooked, aligned = Problem(k=624, **size), Problem(k=640, **size)
+  assert {(128, 168, 2, "tile"), (128, 176, 2, "tile")} <= set(
+      tile_shapes.in_turns(crooked, H200)
+  )
+  assert not tile_shapes.in_turns(aligned, H200)
+  assert not tile_shapes.in_turns(dataclasses.replace(crooked, dtype="float32"), H200)
+  best = heuristics.candidates(crooked, H200)[0].config
+  assert best.wg_dim == "tile" and best.tile_n in (168, 176)
+  for size in ((784, 4120, 3616), (4832, 1544, 1232), (4976, 4728, 672)):
+    problem = Problem(*size)
+    for rows, cols, consumers, wg_dim in tile_shapes.in_turns(problem, H200):
+      assert (consumers, wg_dim) == (2, "tile") and 96 <= cols
+      config = PersistentConfig(rows, cols, consumers=consumers, wg_dim=wg_dim)
+      # A consumer's sums leave registers for what else it has to know.
+      assert rows * cols // 128 <= 192
+      assert KERNELS["persistent"].supports(problem, config) is None
+
+
 def test_tiles_that_fill_the_sms_once():
   """784 rows are four of 200, and 4120 columns 33 of 128: a tile for each of 132 SMs."""
   best = heuristics.candidates(Problem(784, 4120, 3616), H200)[0].config
