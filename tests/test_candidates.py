@@ -23,6 +23,18 @@ def test_direct_shifts_few_k_tiles(k, listed):
   assert any(c.kernel == "direct" for c in found) == listed
 
 
+@pytest.mark.parametrize(("k", "listed"), [(192, True), (200, False)])
+def test_large_tiles_of_direct_have_three_k_tiles(k, listed):
+  """More of them leave an SM one CTA; small tiles may still have as many."""
+  found = heuristics.candidates(Problem(4072, 112, k, lhs_layout="m-major"), H200)
+  tiles_of_direct = {
+      (c.config.tile_m, c.config.tile_n) for c in found
+      if c.kernel == "direct" and c.config.splits == 1
+  }
+  assert ((64, 128) in tiles_of_direct) == ((128, 64) in tiles_of_direct) == listed
+  assert (64, 64) in tiles_of_direct
+
+
 def test_clusters_of_direct_have_few_k_tiles_each():
   found = heuristics.candidates(Problem(72, 168, 1400, lhs_layout="m-major"), H200)
   shared = [c.config for c in found if c.kernel == "direct"]
