@@ -39,8 +39,8 @@ from experiments.sweep import xla_estimate_us
 from jaxgemm import cost_model, heuristics
 from jaxgemm.cost_constants import MODEL, Model
 from jaxgemm.device import Device, known_device
-from pallas_kernels import KERNELS
-from pallas_kernels.problem import Config, Problem
+from pallas_kernels import KERNELS, tiles
+from pallas_kernels.problem import Config, PersistentConfig, Problem
 
 flags.declare_key_flag(common_flags.SEED.name)
 _CHECK = flags.DEFINE_boolean(
@@ -201,9 +201,14 @@ def _group(rows: Sequence[dict[str, Any]]) -> Group:
 
 
 def _numbers(kernel: str, config: Config | None) -> tuple[str, Config | None]:
-  """The kernel and what it may be told, but for slots, which follow from the problem."""
+  """The kernel and what it may be told, but for what follows from the problem.
+
+  That are slots, and the order of tiles.
+  """
   if hasattr(config, "num_stages"):
     config = dataclasses.replace(config, num_stages=0)
+  if isinstance(config, PersistentConfig):
+    config = dataclasses.replace(config, grid_minor="m", grid_width=tiles.GRID_WIDTH)
   return kernel, config
 
 

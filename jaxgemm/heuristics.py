@@ -102,8 +102,8 @@ def _estimated(
 _Shape = ring_slots.Shape
 _DIRECT_SPLITS = (2, 3, 4, 6, 8)  # CTAs of a cluster that share k.
 _MOST_DIRECT = 6  # k tiles of all CTAs of an SM, one after the other.
-# k tiles of tiles larger than 64x64, whose slots leave an SM one CTA: 8152x112x296 TN took
-# 5.4 us by 64x128 and 4.5 with a ring, 8x327x188x242 TN 8.0 by 128x64 and 5.3.
+# k tiles of tiles larger than 64x64, whose slots leave an SM one CTA: 8152x112x296 TN
+# took 5.4 us by 64x128 and 4.5 with a ring, 8x327x188x242 TN 8.0 by 128x64 and 5.3.
 _MOST_OF_LARGE = 3
 _MOST_SHARED = 7  # k tiles that each of them shifts; eight took up to half longer.
 _MOST_SHIFTED = 4  # k tiles that direct shifts; with six it took up to 6 times as long.
