@@ -172,6 +172,21 @@ class Work:
     return cols // (1 + self.asked.epilogue.gated) * self.asked.out_itemsize % 32 > 0
 
   @property
+  def sent(self) -> float:
+    """What leaves for the result, in multiples of its bytes.
+
+    Pieces of a tile have 128 bytes of its rows: of 144 columns, three times 64.
+    """
+    if not self.has_roles or self.runs or self.sums > 1 or self.config.swap:
+      return 1.0
+    cols = operand_passes.warpgroup_tile(self.config)[1]
+    cols //= 1 + self.asked.epilogue.gated
+    if cols >= self.asked.n:
+      return 1.0
+    row_bytes = cols * self.asked.out_itemsize
+    return tiles.round_up(row_bytes, tiles.SWIZZLE_BYTES) / row_bytes
+
+  @property
   def more_pieces(self) -> int:
     """Pieces of a consumer's tile beyond the fewest, which have 128 bytes of its rows."""
     if not self.has_roles or hasattr(self.config, "splits"):

@@ -170,11 +170,25 @@ def test_direct_of_ctas_that_share_k(splits, layouts):
 @pytest.mark.parametrize("size", [(1000, 1000, 64), (520, 776, 1096), (4096, 264, 200)],
                          ids=str)
 def test_consumers_that_take_tiles_in_turn(size, layouts):
-  for tile_n, cluster_m in [(64, 1), (128, 2), (192, 1)]:
+  for tile_m, tile_n, fields in [
+      (128, 64, {}), (128, 128, dict(cluster_m=2)), (128, 192, {}),
+      (128, 176, dict(cluster_n=2, grid_minor="n")), (192, 112, dict(cluster_m=2)),
+  ]:
     config = small_config(
-        "persistent", tile_n=tile_n, wg_dim="tile", cluster_m=cluster_m
+        "persistent", tile_m=tile_m, tile_n=tile_n, wg_dim="tile", **fields
     )
     check("persistent", make_problem(*size, layouts), config)
+
+
+@pytest.mark.parametrize("order", [("n", 8), ("n", 4), ("m", 4), ("m", 2)], ids=str)
+@pytest.mark.parametrize("fields", [{}, dict(cluster_n=2), dict(cluster_m=2)], ids=str)
+def test_orders_of_tiles(fields, order):
+  """Last bands that are narrower, and products of a batch behind each other."""
+  config = small_config(
+      "persistent", **fields, grid_minor=order[0], grid_width=order[1]
+  )
+  for size in ((1000, 1720, 200), (2200, 136, 136), (40, 3000, 64)):
+    check("persistent", make_problem(*size, batch=3), config)
 
 
 @pytest.mark.parametrize("layouts", LAYOUTS)
