@@ -10,7 +10,7 @@ import random
 import jax.numpy as jnp
 import numpy as np
 
-from jaxgemm import heuristics, triton_heuristics
+from jaxgemm import exactness, triton_heuristics
 from jaxgemm import plan as plans
 from jaxgemm.device import Device
 from jaxgemm.plan import Plan
@@ -55,7 +55,7 @@ _FACTORS = (1.0, -0.5, 2.0)
 _MOST_BATCHES = 5
 _NUM_SMS = (1, 5, 132)
 _TRIES = 400  # Illegal configs, after which there is none.
-# k up to which sums of parts are exact in any config: see heuristics._is_as_exact.
+# k up to which sums of parts are exact in any config: see exactness.is_as_exact.
 _MOST_OF_PARTS = 1024
 _CHOICES = {
     "tile_m": (64, 128, 192, 256),
@@ -148,7 +148,7 @@ def draw_config(
 def _promote(rng: random.Random, problem: Problem, config: Config) -> int:
   """Returns after how many k tiles to promote: whatever shows no truncation."""
   k_steps = tiles.cdiv(problem.k, config.tile_k)
-  most = heuristics.promotion(
+  most = exactness.promotion(
       problem, tiles.cdiv(k_steps, getattr(config, "splits", 1))
   )
   if most or parts.is_split(problem):

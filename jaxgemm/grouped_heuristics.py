@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 
-from jaxgemm import cost_model, heuristics
+from jaxgemm import cost_model, exactness, heuristics
 from jaxgemm.device import Device
 from jaxgemm.heuristics import Candidate
 from pallas_kernels import GROUPED_KERNELS, grouped_m, persistent, tiles
@@ -70,7 +70,7 @@ def _configs(
   ]
   # Promotion follows from all rows of sums: what a group has is data.
   steps = tiles.cdiv(problem.k, tiles.swizzle_elems(problem.dtype))
-  promote = heuristics.promotion(problem, steps)
+  promote = exactness.promotion(problem, steps)
   found = [dataclasses.replace(config, promote=promote) for config in found]
   if problem.grouped == "k":
     return found

@@ -20,7 +20,7 @@ Source: He et al., "Defeating nondeterminism in LLM inference" (2025).
 
 from __future__ import annotations
 
-from jaxgemm import heuristics
+from jaxgemm import exactness
 from pallas_kernels import accumulate, parts, specialised, tiles
 from pallas_kernels.problem import Config, GemvConfig, Problem, TritonConfig
 
@@ -38,7 +38,7 @@ def why_not(problem: Problem, config: Config | None) -> str | None:
   tile_k = tiles.swizzle_elems(parts.product(problem).dtype)
   if config.tile_k != tile_k:
     return f"tile_k={config.tile_k} is not {tile_k}, as where other rows are planned"
-  promote = heuristics.promotion(problem, tiles.cdiv(problem.k, tile_k))
+  promote = exactness.promotion(problem, tiles.cdiv(problem.k, tile_k))
   if config.promote != promote:
     return f"promote={config.promote} is not {promote}, as where other rows are planned"
   if parts.is_split(problem):

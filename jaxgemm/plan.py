@@ -15,6 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxgemm import (
+  exactness,
   grouped_heuristics,
   heuristics,
   invariance,
@@ -303,7 +304,7 @@ def _default_config(problem: Problem, name: str) -> Config:
   if name in (gemv.NAME, triton.NAME):
     return config
   tile_k = tiles.swizzle_elems(problem.dtype)
-  promote = heuristics.promotion(problem, tiles.cdiv(problem.k, tile_k))
+  promote = exactness.promotion(problem, tiles.cdiv(problem.k, tile_k))
   config = dataclasses.replace(config, tile_k=tile_k, promote=promote)
   if promote and ALL_KERNELS[name].supports(problem, config) is not None:
     return dataclasses.replace(config, tile_m=64)  # Two sums need registers.

@@ -13,7 +13,8 @@ import dataclasses
 import functools
 
 from jaxgemm.device import HOPPER, Device, portable
-from jaxgemm.heuristics import Candidate, promotion
+from jaxgemm.exactness import promotion
+from jaxgemm.heuristics import Candidate
 from pallas_kernels import tiles, triton
 from pallas_kernels.problem import Problem, TritonConfig
 

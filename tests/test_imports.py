@@ -16,11 +16,11 @@ PACKAGES = ("pallas_kernels", "jaxgemm", "experiments", "tests")
 
 # Of jaxgemm's own modules, each may import only those before it.
 LAYERS = (
-    ("device", "arguments", "operand_passes", "cost_constants", "equations"),
+    ("device", "arguments", "operand_passes", "cost_constants", "equations", "exactness"),
     ("work",),
     ("traffic",),
-    ("cost_model", "tile_shapes", "ring_slots", "tile_orders"),
-    ("xla_times",),
+    ("cost_model", "tile_shapes", "ring_slots", "tile_orders", "multicasts"),
+    ("xla_times", "kernel_configs"),
     ("contexts", "table", "heuristics", "dims", "precision", "reference", "quantisation"),
     (
         "triton_heuristics", "grouped_heuristics", "user_table", "invariance",
@@ -44,9 +44,10 @@ LAYERS = (
     ("__init__",),
 )
 KERNEL_IMPORTERS = {
-    "cost_model", "cotangents", "grouped_heuristics", "heuristics", "invariance",
-    "launch", "losses", "operand_passes", "plan", "ring_slots", "table", "tile_orders",
-    "tile_shapes", "traffic", "triton_heuristics", "user_table", "work", "xla_times",
+    "cost_model", "cotangents", "exactness", "grouped_heuristics", "heuristics",
+    "invariance", "kernel_configs", "launch", "losses", "multicasts", "operand_passes",
+    "plan", "ring_slots", "table", "tile_orders", "tile_shapes", "traffic",
+    "triton_heuristics", "user_table", "work", "xla_times",
 }
 # A checkout has suites to tune for; a wheel has none, and must not miss them.
 SUITES_IMPORTER = ROOT / "jaxgemm" / "autotune" / "problems.py"

@@ -12,6 +12,7 @@ import pytest
 import jaxgemm
 from jaxgemm import (
   device,
+  exactness,
   heuristics,
   plan,
 )
@@ -108,7 +109,7 @@ def test_a_named_kernel_is_as_exact_as_its_candidates(kernel, size):
   chosen = plan.make_plan(problem, H200, implementation=kernel)
   splits = getattr(chosen.config, "splits", 1)
   steps = tiles.cdiv(tiles.cdiv(problem.k, 64), splits)
-  assert chosen.config.promote == heuristics.promotion(problem, steps) > 0
+  assert chosen.config.promote == exactness.promotion(problem, steps) > 0
   assert KERNELS[kernel].supports(problem, chosen.config) is None
 
 
