@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxgemm
+from jaxgemm import reference
 from jaxgemm.dims import Dims
 from jaxgemm.product import Product
 
@@ -55,3 +56,9 @@ def cuda_kernels(function, *args) -> Counter:
   kernels = Counter(name for found in names for name in set(found))
   kernels["xla"] = text.count("stablehlo.dot_general")
   return +kernels
+
+
+def assert_close(result, truth, dtype):
+  assert result.dtype == dtype
+  bound = {"float32": 2e-6, "bfloat16": 4e-3, "float16": 5e-4}[jnp.dtype(dtype).name]
+  assert reference.relative_error(result, truth) <= bound
