@@ -5,7 +5,7 @@ then brings once; those that begin beside each other share a way to the L2, whic
 is asked for them once. Both want as square a block of tiles as there is.
 
 256x160 tiles of 2848x1760x2984 TT, 12 by 11 of them, took 44.3 us on an H200 in bands of
-eight along m, in which eight CTAs ask for eight tiles of lhs, and 41.5 in bands of four;
+eight along m, in which eight CTAs ask for eight tiles of lhs, and 41.6 in bands of four;
 256x128 tiles of 5904x1288x1400 TT 41.2 and 38.1 in bands of two. Of 51 configs of such
 products, and of aligned ones, the orders below take 1.3% less time than bands of eight
 along m alone, up to 14%, at worst 1.4% more, and 0.3% more than the best of them.
