@@ -203,7 +203,7 @@ def _group(rows: Sequence[dict[str, Any]]) -> Group:
 def _numbers(kernel: str, config: Config | None) -> tuple[str, Config | None]:
   """The kernel and what it may be told, but for what follows from the problem.
 
-  That are slots, and the order of tiles.
+  Slots do, and the order of tiles.
   """
   if hasattr(config, "num_stages"):
     config = dataclasses.replace(config, num_stages=0)

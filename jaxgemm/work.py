@@ -175,7 +175,8 @@ class Work:
   def sent(self) -> float:
     """What leaves for the result, in multiples of its bytes.
 
-    Pieces of a tile have 128 bytes of its rows: of 144 columns, three times 64.
+    In 128 bytes of a tile's row, as most pieces have (see `epilogue`): of 144 columns,
+    three times 64. Shorter ones share lines: to count their own bytes gained nothing.
     """
     if not self.has_roles or self.runs or self.sums > 1 or self.config.swap:
       return 1.0

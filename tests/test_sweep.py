@@ -135,6 +135,18 @@ def test_fit_reads_a_sweep(sweep_file):
     assert group.regret(TRUE_MODEL) == 1.0 and group.xla_us > 0
 
 
+def test_rows_of_another_order_of_tiles_count_as_candidates(sweep_file, tmp_path):
+  """It follows from the problem, and is not what was measured for."""
+  rows = [json.loads(line) for line in sweep_file.read_text().splitlines()]
+  changed = [row["config"] for row in rows if "grid_minor" in (row["config"] or {})]
+  for config in changed:
+    config |= dict(grid_minor="n", grid_width=3)
+  path = tmp_path / "older.jsonl"
+  path.write_text("\n".join(json.dumps(row) for row in rows))
+  groups = fit_heuristics.read([path])
+  assert changed and all(one.listed for group in groups for one in group.measured)
+
+
 def test_fit_refuses_other_rows(tmp_path):
   (tmp_path / "run.jsonl").write_text(make_row().to_json() + "\n")
   with pytest.raises(ValueError, match="line 1: not a row of experiments.sweep"):

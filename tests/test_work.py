@@ -267,3 +267,13 @@ def test_pieces_of_results_have_whole_rows(tile_n, fields, sent):
   assert Work(problem, "persistent", config, H200).sent == pytest.approx(sent)
   narrow = dataclasses.replace(problem, n=tile_n)  # All of a row: no line is shared.
   assert Work(narrow, "persistent", config, H200).sent == 1.0
+
+
+def test_what_pieces_send_takes_the_memory_time(monkeypatch):
+  problem = Problem(7872, 1624, 88, rhs_layout="k-major")
+  work = Work(problem, "persistent", PersistentConfig(128, 144), H200)
+  found = traffic.memory(work, H200, MODEL)
+  monkeypatch.setattr(Work, "sent", 1.0)
+  stored = 2 * problem.m * problem.n * traffic.stored(2 * problem.n, MODEL)
+  more = stored / 3 / (H200.bandwidth_tbps * 1e6 * MODEL.memory)
+  assert found - traffic.memory(work, H200, MODEL) == pytest.approx(more)
