@@ -29,6 +29,8 @@ Source: the loads are those of `register_loads`; measured against `pipelined`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -36,6 +38,7 @@ import jax.numpy as jnp
 from pallas_kernels import accumulate, calls, operand_tiles, register_loads, tiles
 from pallas_kernels.exchange import Exchange
 from pallas_kernels.problem import ALONG_K, DirectConfig, Problem
+from pallas_kernels.register_loads import RegisterLoads
 
 NAME = "direct"
 Config = DirectConfig
@@ -114,13 +117,16 @@ def depths(problem: Problem, config: DirectConfig) -> tuple[int, ...]:
   return tuple(found)
 
 
-def num_rounds(problem: Problem, config: DirectConfig) -> int:
-  """How often a thread waits for its loads, one group of k tiles after the other."""
-  cols = tiles.round_up(config.tile_n, tiles.rhs_block(problem))
-  wanted = sum(depths(problem, config))
-  chunks = (config.tile_m + cols) * wanted // register_loads.CHUNK
-  rounds = tiles.cdiv(chunks, LOADS_AT_ONCE * tiles.WG_THREADS)
-  return rounds * tiles.cdiv(num_steps(problem, config), num_slots(problem, config))
+def loads(problem: Problem, config: DirectConfig) -> Iterator[tuple[str, RegisterLoads]]:
+  """What a thread loads of each operand, by name, for each slot."""
+  for operand, mn, tile_mn, layout in (
+      ("lhs", problem.m, config.tile_m, problem.lhs_layout),
+      ("rhs", problem.n, config.tile_n, problem.rhs_layout),
+  ):
+    for depth in depths(problem, config):
+      yield operand, RegisterLoads.of(
+          mn, problem.k, tile_mn, config.tile_k, k_major=layout == "k-major", depth=depth
+      )
 
 
 def launch(

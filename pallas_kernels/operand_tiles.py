@@ -251,12 +251,11 @@ class Operand:
 
     `depth` of k are wanted; by default all.
     """
-    rows, cols = (self.mn, self.k) if self.k_major else (self.k, self.mn)
-    at = (mn, k) if self.k_major else (k, mn)
-    loads = register_loads.RegisterLoads(
-        rows, cols, *self._tile_as_stored(), self.k_major, tiles.swizzled(self.dtype),
-        depth or self.tile_k,
+    loads = register_loads.RegisterLoads.of(
+        self.mn, self.k, self.tile_mn, self.tile_k, k_major=self.k_major,
+        depth=depth or self.tile_k, transforms=tiles.swizzled(self.dtype),
     )
+    at = (mn, k) if self.k_major else (k, mn)
     return loads, gmem[0], slots.at[slot], batch if self.batched else 0, *at
 
   def _tile_as_stored(self) -> tuple[int, int]:

@@ -10,8 +10,10 @@ round are under way before the first is used.
 A slot is made of blocks of 8 rows x 128 bytes. A thread takes the same 16 bytes of
 every second block. Blocks begin a multiple of 16 bytes apart in memory, whatever the
 stride of a row, so what a thread shifts by, and where it stores within a block, never
-changes. Of a k tile of which wgmma reads `depth` alone, no more is loaded: of k-major
-rows so short the warpgroup takes 32, 64 or 128 at a time, each thread its 16 bytes again.
+changes. Little more is loaded than is wanted: of a k tile of which wgmma reads `depth`
+alone that much, of an operand of few columns, or a tile of less than a block, a power of
+two of chunks. Of rows so short the warpgroup takes 32, 64 or 128 at a time, each thread
+its 16 bytes again.
 
 What lies beyond k is zeros. What lies beyond the rows of lhs or the columns of rhs is
 whatever can be read nearby, or was there before, as nothing that comes of it is stored.
@@ -58,6 +60,7 @@ class RegisterLoads:
     k_major: whether a row holds elements of k, else a column.
     transforms: of the slots.
     depth: elements of k that are wanted of a tile, a multiple of 16.
+    width: rows of lhs or columns of rhs that are wanted of it.
   """
 
   rows: int
@@ -67,9 +70,21 @@ class RegisterLoads:
   k_major: bool
   transforms: tuple[Any, ...]
   depth: int
+  width: int
 
   def __post_init__(self):
     assert self.tile_rows % ROW_STEP == 0 == self.tile_cols % _BLOCK_COLS
+
+  @classmethod
+  def of(
+      cls, mn: int, k: int, tile_mn: int, tile_k: int, *, k_major: bool, depth: int,
+      transforms: tuple[Any, ...] = (),
+  ) -> RegisterLoads:
+    """Those of tiles of an operand of [mn, k], or [k, mn], into slots of whole blocks."""
+    size, tile = (mn, k), (tile_mn, tile_k)
+    if not k_major:
+      size, tile = (k, mn), (tile_k, tiles.round_up(tile_mn, _BLOCK_COLS))
+    return cls(*size, *tile, k_major, transforms, depth, width=tile_mn)
 
   @property
   def aligned(self) -> bool:
@@ -79,18 +94,38 @@ class RegisterLoads:
   @property
   def k_is_short(self) -> bool:
     """Whether no tile lies within k."""
-    return (self.cols if self.k_major else self.rows) < self.depth
+    return (self.cols if self.k_major else self.rows) < self.taken
+
+  @property
+  def wanted(self) -> tuple[int, int]:
+    """Rows and columns of a tile of which something is wanted that there is."""
+    if self.k_major:
+      return min(self.width, self.rows), self.depth
+    return self.depth, min(self.width, self.cols)
+
+  @property
+  def taken(self) -> int:
+    """Elements of k that are loaded of a tile."""
+    return self.depth if self.k_major else tiles.round_up(self.depth, self.round_rows)
 
   @property
   def chunks_across(self) -> int:
     """Threads that share a row of blocks, a chunk each: a power of two.
 
-    As few as hold what is wanted of k, if a round then takes no part of the tile's rows.
+    Of those that hold what is wanted, if a round then takes no part of the tile's rows,
+    the most with which each thread has fewest chunks. A row of k may end where its depth
+    does: there are none but the fewest that hold it.
     """
-    wanted = self.depth if self.k_major else _BLOCK_COLS
-    return next(
+    rows, cols = self.wanted
+    enough = [
         count for count in (1, 2, 4, 8)
-        if count * CHUNK >= wanted and self.tile_rows % (tiles.WG_THREADS // count) == 0
+        if count * CHUNK >= min(cols, _BLOCK_COLS)
+        and self.tile_rows % (tiles.WG_THREADS // count) == 0
+    ]
+    if self.k_major:
+      return enough[0]
+    return min(
+        reversed(enough), key=lambda count: tiles.cdiv(rows * count, tiles.WG_THREADS)
     )
 
   @property
@@ -103,18 +138,22 @@ class RegisterLoads:
     """Whether some tiles reach beyond the rows of lhs or the columns of rhs."""
     if self.k_major:
       return self.rows % self.tile_rows > 0
-    return self.cols % self.tile_cols > 0
+    across = tiles.round_up(self.wanted[1], self.chunks_across * CHUNK)
+    last = (tiles.cdiv(self.cols, self.width) - 1) * self.width
+    return last + across > self.cols
+
+  @property
+  def num_chunks(self) -> int:
+    """Of a thread."""
+    rows, cols = self.wanted
+    return tiles.cdiv(rows, self.round_rows) * tiles.cdiv(cols, _BLOCK_COLS)
 
   def blocks(self) -> Iterator[tuple[int, int]]:
     """(row, col) in the tile of what all threads take at once: `round_rows`, 64 columns.
 
     None where every tile reaches beyond the rows of lhs or the columns of rhs.
     """
-    rows, cols = self.tile_rows, self.tile_cols
-    if self.k_major:
-      rows = min(rows, self.rows)
-    else:
-      rows, cols = self.depth, min(cols, self.cols)
+    rows, cols = self.wanted
     for col in range(0, cols, _BLOCK_COLS):
       for row in range(0, rows, self.round_rows):
         yield row, col
@@ -141,13 +180,15 @@ class _Tile:
     row_in_block = arith.andi(own_row, i32(_BLOCK_ROWS - 1))
     block = arith.shrui(own_row, i32(3))  # Of those of a round.
     chunk = arith.andi(thread, i32(across - 1))
+    if loads.k_major and across * CHUNK > loads.depth:  # Some take what others take.
+      chunk = arith.minui(chunk, i32(loads.depth // CHUNK - 1))
     self._row = arith.addi(row, own_row)
     self._col = arith.addi(col, arith.shli(chunk, i32(3)))
     self._first_row = arith.muli(i64(batch), const64(loads.rows))
     if loads.k_major:
-      self.within_k = _at_most(arith.addi(col, i32(loads.depth)), loads.cols)
+      self.within_k = _at_most(arith.addi(col, i32(loads.taken)), loads.cols)
     else:
-      self.within_k = _at_most(arith.addi(row, i32(loads.depth)), loads.rows)
+      self.within_k = _at_most(arith.addi(row, i32(loads.taken)), loads.rows)
     # Rows of blocks lie `blocks_across` blocks apart; in row r, units are XORed with r.
     self._blocks_across = loads.tile_cols // _BLOCK_COLS
     place = arith.addi(
@@ -339,17 +380,22 @@ def masked(words: list[ir.Value], masks: list[ir.Value]) -> list[ir.Value]:
 
 
 def load_16_bytes(address, predicate=None) -> list[ir.Value]:
-  """Four words from an aligned address, zeros where `predicate` is false."""
+  """Four words from an aligned address, zeros where `predicate` is false.
+
+  Not `ld.global.nc`, which promises that nobody writes there while the kernel runs: one
+  that begins early runs while others write what it reads (see `dependent`), and ptxas
+  has been seen to move such loads before the wait for them.
+  """
   if predicate is None:
     words = mgpu.utils.inline_ptx(
-        "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];", address,
+        "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];", address,
         result_types=[i32_type()] * 4, has_side_effects=True,
     )
     return list(words)
   words = mgpu.utils.inline_ptx(
       "{ .reg .pred p; setp.ne.b32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0;"
       " mov.b32 $2, 0; mov.b32 $3, 0;"
-      " @p ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4]; }",
+      " @p ld.global.v4.b32 {$0, $1, $2, $3}, [$4]; }",
       address, arith.extui(i32_type(), predicate), result_types=[i32_type()] * 4,
       has_side_effects=True,
   )

@@ -49,6 +49,21 @@ def test_lowered_kernels_wait(kernel):
   assert WAITS in module and LAUNCHED_SO in module
 
 
+@pytest.mark.parametrize(
+    ("kernel", "k", "fields"),
+    [
+        ("direct", 64, {}), ("direct", 63, {}), ("direct", 7, {}),
+        ("persistent", 63, dict(misaligned="loads", consumers=1, num_stages=6)),
+        ("persistent", 63, dict(misaligned="runs", tile_m=256)),
+    ],
+)
+def test_loads_through_registers_stay_behind_the_wait(kernel, k, fields):
+  """ptxas moves those of what it is told that nobody writes: `ld.global.nc`."""
+  problem = make_problem(255, 256, k, "TN")
+  module = lowered(kernel, problem, small_config(kernel, **fields))
+  assert "ld.global." in module and ".nc." not in module
+
+
 def test_lowered_passes_wait():
   x = jax.ShapeDtypeStruct((2, 128, 512), "float32")
   largest = jax.ShapeDtypeStruct((2, 512), "int32")
@@ -60,4 +75,4 @@ def test_lowered_passes_wait():
   ):
     exported = jax.export.export(jax.jit(run), platforms=["cuda"])(*operands)
     module = exported.mlir_module()
-    assert WAITS in module and LAUNCHED_SO in module
+    assert WAITS in module and LAUNCHED_SO in module and ".nc." not in module

@@ -23,14 +23,14 @@ def chunks(loads: RegisterLoads) -> collections.Counter[tuple[int, int]]:
     for thread in range(tiles.WG_THREADS):
       down, across = divmod(thread, loads.chunks_across)
       found[row + down, col + across * CHUNK] += 1
+  assert loads.num_chunks * tiles.WG_THREADS == found.total()
   return found
 
 
 @pytest.mark.parametrize("depth", [16, 32, 48, 64])
 @pytest.mark.parametrize("rows", [16, 48, 64, 96, 128, 192, 256])
 def test_k_major_tiles_are_loaded_once_as_far_as_they_are_wanted(rows, depth):
-  loads = RegisterLoads(1000, depth, rows, WIDTH, True, (), depth)
-  found = chunks(loads)
+  found = chunks(RegisterLoads.of(1000, depth, rows, WIDTH, k_major=True, depth=depth))
   assert set(found.values()) == {1}
   wanted = {(row, col) for row in range(rows) for col in range(0, depth, CHUNK)}
   assert wanted <= found.keys()
@@ -42,9 +42,40 @@ def test_k_major_tiles_are_loaded_once_as_far_as_they_are_wanted(rows, depth):
 @pytest.mark.parametrize("depth", [16, 32, 48, 64])
 @pytest.mark.parametrize("cols", [64, 128, 256])
 def test_other_tiles_are_loaded_in_as_many_rows_as_are_wanted(cols, depth):
-  found = chunks(RegisterLoads(depth, 1000, WIDTH, cols, False, (), depth))
-  assert found == collections.Counter(
+  loads = RegisterLoads.of(1000, depth, cols, WIDTH, k_major=False, depth=depth)
+  assert chunks(loads) == collections.Counter(
       (row, col) for row in range(depth) for col in range(0, cols, CHUNK)
+  )
+
+
+@pytest.mark.parametrize("depth", [16, 32, 48, 64])
+@pytest.mark.parametrize("mn", [1, 8, 23, 32, 33, 64, 1000])
+@pytest.mark.parametrize("tile_mn", [16, 32, 48, 64, 96])
+def test_of_few_columns_no_more_are_loaded_than_a_power_of_two(tile_mn, mn, depth):
+  loads = RegisterLoads.of(mn, 1000, tile_mn, WIDTH, k_major=False, depth=depth)
+  found = chunks(loads)
+  assert set(found.values()) == {1}
+  cols = min(tile_mn, mn)
+  wanted = {(row, col) for row in range(depth) for col in range(0, cols, CHUNK)}
+  assert wanted <= found.keys()
+  # Within the slot, and within the rows that the guard of k knows of.
+  assert max(row for row, _ in found) < loads.taken <= WIDTH
+  assert max(col for _, col in found) < loads.tile_cols
+  # No thread has more chunks than with a block's columns, nor than half of it needs.
+  most = tiles.cdiv(depth, 16) * tiles.cdiv(cols, WIDTH)
+  assert loads.num_chunks <= most
+  if cols <= 32 and depth == 64:
+    assert loads.num_chunks <= most / 2
+
+
+@pytest.mark.parametrize("mn", [8, 23, 32, 40, 64, 72, 96, 128, 200])
+@pytest.mark.parametrize("tile_mn", [16, 32, 48, 64, 96, 128])
+@pytest.mark.parametrize("depth", [16, 64])
+def test_an_edge_is_where_a_tile_loads_what_lies_beyond_the_columns(depth, tile_mn, mn):
+  loads = RegisterLoads.of(mn, 1000, tile_mn, WIDTH, k_major=False, depth=depth)
+  last = max(col for _, col in chunks(loads)) + CHUNK
+  assert loads.has_edge == any(
+      start + last > mn for start in range(0, mn, tile_mn)
   )
 
 
