@@ -13,6 +13,8 @@ The model follows what the chip does with it:
             than their bytes
   extra     passes of their own: padding, rounding to TF32, adding partial sums
 
+`direct` and `gemv`, which have no pipeline, have sums of their own.
+
 `work` counts tiles and steps, `traffic` says what bytes cost, `cost_constants` has the
 constants. Nothing here knows a shape by name.
 """
@@ -25,7 +27,7 @@ from typing import NamedTuple
 from jaxgemm import traffic
 from jaxgemm.cost_constants import MODEL, Model
 from jaxgemm.device import Device
-from jaxgemm.operand_passes import Pass, warpgroup_tile
+from jaxgemm.operand_passes import Pass, misaligned, warpgroup_tile
 from jaxgemm.work import Work
 from pallas_kernels import (
   KERNELS,
@@ -37,7 +39,7 @@ from pallas_kernels import (
   tiles,
   ways,
 )
-from pallas_kernels.problem import Config, GemvConfig, Problem
+from pallas_kernels.problem import Config, DirectConfig, GemvConfig, Problem
 
 
 class Estimate(NamedTuple):
@@ -78,6 +80,8 @@ def estimate(
   """What the model expects of a config that serves the problem."""
   if isinstance(config, GemvConfig):
     return _gemv(problem, config, device, model)
+  if isinstance(config, DirectConfig):
+    return _direct(problem, config, device, model)
   work = Work(problem, kernel, config, device)
   busy = _busy(work, device, model)
   energy = _energy(problem, config, device, model)
@@ -122,19 +126,49 @@ def _gemv(
   return Estimate(time, ctas, per_sm, groups, bound, config.splits, (), ())
 
 
+def _direct(
+    problem: Problem, config: DirectConfig, device: Device, model: Model
+) -> Estimate:
+  """Of CTAs that wait for memory once: what their threads load, one chunk after another.
+
+  Crooked rows of which a CTA takes a part each begin in lines that others ask for, too.
+  """
+  work = Work(problem, direct.NAME, config, device)
+  per_sm = tiles.cdiv(work.num_tiles, device.num_sms)
+  shifted, crooked = misaligned(problem, 16), misaligned(problem, tiles.SWIZZLE_BYTES)
+  loading = 0.0
+  for operand, loads in direct.loads(problem, config):
+    in_parts = config.splits > 1 if loads.k_major else loads.cols > loads.width
+    chunk = model.direct_shifted if operand in shifted else model.direct_aligned
+    if operand not in shifted and operand in crooked and in_parts:
+      chunk += model.direct_crooked
+    loading += loads.num_chunks * chunk
+  loading *= direct.num_steps(problem, config) / direct.num_slots(problem, config)
+  area = config.tile_m * config.tile_n / 64**2
+  store = model.direct_odd if work.row_bytes % 16 else model.direct_store
+  store *= area / config.splits * problem.out_itemsize / 2
+  store *= 1 + problem.epilogue.num_others
+  busy = loading + store
+  time = model.direct + model.direct_spread * math.log2(work.num_tiles)
+  if config.splits > 1:
+    busy += model.direct_sums * area
+    time += model.direct_cluster + model.direct_cta * config.splits
+  busy *= per_sm
+  memory = model.direct_memory * traffic.memory(work, device, model)
+  bound = "the memory" if memory > busy else "the SMs"
+  return Estimate(
+      time + busy + memory, work.num_tiles, per_sm, work.k_steps, bound, 1, (),
+      work.loaded,
+  )
+
+
 def _start(work: Work, model: Model) -> float:
   """Time before the first k tile is there, and what the launch adds to that."""
-  if work.kernel == direct.NAME:
-    time = model.direct_latency
-    time += model.round * (direct.num_rounds(work.problem, work.config) - 1)
-  else:
-    time = model.latency + model.descriptors
+  time = model.latency + model.descriptors
   if work.has_roles:
     time += model.roles + model.team * (work.config.consumers - 1)
-  if work.cluster > 1 and work.has_roles:
+  if work.cluster > 1:
     time += model.cluster * work.cluster
-  elif work.cluster > 1:
-    time += model.direct_cluster + model.direct_cta * work.cluster
   return time
 
 
@@ -144,10 +178,8 @@ def _busy(work: Work, device: Device, model: Model) -> float:
   in_turn = work.has_roles and config.wg_dim == "tile"
   matrix = _matrix(work, device, model)
   supply = traffic.supply(work, model)
-  # blocked has one slot, and loads nothing while it multiplies; direct asks for all.
+  # blocked has one slot, and loads nothing while it multiplies.
   ahead = max(getattr(config, "num_stages", 1) - 1, 0.5) * work.num_products
-  if work.kernel == direct.NAME:
-    ahead = math.inf
   at_once = work.has_roles and config.consumers > 1 and not in_turn
   bookkeeping = model.shared_step if at_once else model.step
   promotion = model.promotion / config.promote if work.promotes else 0.0
@@ -183,7 +215,7 @@ def _busy(work: Work, device: Device, model: Model) -> float:
     alone = model.solo if not work.has_roles and together == 1 else 1.0
     wait = (model.wait + supply) / (together * ahead)
     step = soft_max(max((matrix + reading) * alone, supply), wait)
-    if work.cluster_k > 1 and work.has_roles:
+    if work.cluster_k > 1:
       step *= model.k_cluster
     step += bookkeeping / together + promotion
     if work.shares_crooked:
@@ -212,7 +244,7 @@ def _matrix(work: Work, device: Device, model: Model) -> float:
   rate = device.tflops(problem.dtype) * 1e6 / device.num_sms  # FLOP/us
   in_registers = work.splits_lhs or work.lhs_way == "converted"
   tile_n = config.tile_n if in_registers else max(config.tile_n, model.narrow)
-  matrix = 2 * config.tile_m * tile_n * work.depth / rate
+  matrix = 2 * config.tile_m * tile_n * config.tile_k / rate
   if work.has_roles and (config.wg_dim == "tile" or config.consumers == 1):
     matrix *= model.single
   wg_n = warpgroup_tile(config)[1]
@@ -231,8 +263,6 @@ def _store(work: Work, model: Model) -> float:
   wg_m, wg_n = warpgroup_tile(config)
   out_bytes = 4 if work.sums > 1 else work.problem.out_itemsize
   rates = model.masked_rate, model.odd_rate
-  if work.kernel == direct.NAME:
-    rates = model.direct_masked, model.direct_odd
   rate = rates[work.row_bytes % 16 > 0] if work.masked else model.store_rate
   store = wg_m * wg_n * out_bytes / (rate * work.num_shares * (1 + fused.gated))
   if work.stored_within:
@@ -240,8 +270,7 @@ def _store(work: Work, model: Model) -> float:
   store += model.piece * work.more_pieces
   store *= 1 + fused.num_others
   if work.cluster_k > 1:
-    rate = model.exchange_rate if work.has_roles else model.direct_sums
-    store += 4 * wg_m * wg_n / rate
+    store += 4 * wg_m * wg_n / model.exchange_rate
   return store
 
 

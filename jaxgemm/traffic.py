@@ -16,7 +16,7 @@ from jaxgemm.cost_constants import Model
 from jaxgemm.device import Device
 from jaxgemm.operand_passes import misaligned
 from jaxgemm.work import Work
-from pallas_kernels import direct, tiles, ways
+from pallas_kernels import tiles, ways
 from pallas_kernels.problem import Problem
 
 
@@ -70,15 +70,13 @@ def supply(work: Work, model: Model) -> float:
   received = lhs_rows * costs[0] + rhs_rows * costs[1]
   by_tma = max(asked, model.multicast * received) / model.l2_rate
   if work.loaded:
-    valid = {"lhs": min(rows, problem.m), "rhs": min(cols, problem.n)}
+    valid = {"lhs": min(rows, problem.m), "rhs": min(config.tile_n, problem.n)}
     rates = model.aligned_rate, model.load_rate
-    if work.kernel == direct.NAME:
-      rates = model.direct_aligned, model.direct_load
     shifted = misaligned(problem, 16)
     by_loads = sum(
         valid[operand] / rates[operand in shifted] for operand in work.loaded
     )
-    return tiles.SWIZZLE_BYTES * max(by_tma, by_loads * work.depth / config.tile_k)
+    return tiles.SWIZZLE_BYTES * max(by_tma, by_loads)
   by_tma += model.same_lines * _crowding(work) / model.l2_rate
   # The lines of the only tile along m, or n, are asked for by all clusters at once.
   hot = 0.0

@@ -35,7 +35,6 @@ class Work:
     per_sm: tiles of the busiest SM.
     num_products: of parts of the operands (see `pallas_kernels.parts`), or one.
     k_steps: k tiles that a CTA multiplies, for each of those products.
-    depth: of k that a k tile has, on average.
     splits: of k; `cluster_k` of them lie in one cluster.
     sums: partial sums of each element that go through memory; 1: none.
     loads: how often a step brings 128 bytes of each row of lhs, and of rhs.
@@ -101,11 +100,8 @@ class Work:
       self.weights = 2, count
 
     self.passes, self.loaded = operand_passes.passes(problem, config), ()
-    self.depth = config.tile_k
     if kernel == direct.NAME:
       self.passes, self.loaded = (), ("lhs", "rhs")
-      of_slots = direct.depths(product, config)
-      self.depth = sum(of_slots) / len(of_slots)
     elif ways.takes_loads(product, config):
       self.loaded = tuple(operand for _, operand, _ in self.passes)
       self.passes = ()
