@@ -40,7 +40,7 @@ def test_a_row_of_odd_k_is_ours(cols, k):
     ("m", "n", "k", "weighed", "chosen"),
     [
         (120, 357, 19, True, False),
-        (64, 64, 8, True, True),  # Over before any kernel of ours can be.
+        (64, 64, 8, True, False),  # 1.2 us, `direct` 1.3.
         (120, 360, 64, True, False),
         (7488, 2344, 16, True, True),  # Crooked rows of the result, and little else.
         (3744, 3304, 16, True, True),
@@ -50,7 +50,7 @@ def test_a_row_of_odd_k_is_ours(cols, k):
         (4096, 4096, 64, True, False),
         (2047, 2049, 511, True, False),
         (333, 777, 22223, True, False),
-        (16, 88, 4096, True, True),  # A few results of a long k.
+        (16, 88, 4096, True, False),  # A few results of a long k: 3.7 us, as `direct`.
         (40, 88, 1024, False, False),
         (24, 16, 1040, False, False),
         (120, 360, 72, False, False),  # TMA takes the operands as they are.
