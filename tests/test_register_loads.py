@@ -12,6 +12,7 @@ import pytest
 from pallas_kernels import direct, tiles
 from pallas_kernels.problem import DirectConfig, Problem
 from pallas_kernels.register_loads import CHUNK, RegisterLoads
+from tests.kernel_cases import lowered, make_problem, small_config
 
 WIDTH = 64  # Elements of a block's row.
 
@@ -37,6 +38,13 @@ def test_k_major_tiles_are_loaded_once_as_far_as_they_are_wanted(rows, depth):
   assert max(row for row, _ in found) < rows
   if rows % 64 == 0:  # And little more: as much as a power of two has.
     assert len(found) <= max(2 * len(wanted) - 2 * rows, len(wanted))
+
+
+@pytest.mark.parametrize(("mn", "rows"), [(1, 16), (19, 32), (64, 64), (100, 64)])
+def test_no_rows_are_loaded_beyond_those_that_there_are(mn, rows):
+  """But those of a round."""
+  found = chunks(RegisterLoads.of(mn, 1000, 64, WIDTH, k_major=True, depth=64))
+  assert {row for row, _ in found} == set(range(rows))
 
 
 @pytest.mark.parametrize("depth", [16, 32, 48, 64])
@@ -66,6 +74,8 @@ def test_of_few_columns_no_more_are_loaded_than_a_power_of_two(tile_mn, mn, dept
   assert loads.num_chunks <= most
   if cols <= 32 and depth == 64:
     assert loads.num_chunks <= most / 2
+  if loads.num_chunks == most:  # Nothing gained: none beyond the depth either.
+    assert loads.taken == depth
 
 
 @pytest.mark.parametrize("mn", [8, 23, 32, 40, 64, 72, 96, 128, 200])
@@ -77,6 +87,15 @@ def test_an_edge_is_where_a_tile_loads_what_lies_beyond_the_columns(depth, tile_
   assert loads.has_edge == any(
       start + last > mn for start in range(0, mn, tile_mn)
   )
+
+
+@pytest.mark.parametrize(
+    ("k", "some"), [(32, False), (48, True), (64, False), (112, True)]
+)
+def test_threads_beyond_the_depth_of_a_row_take_what_others_take(k, some):
+  """The array may end there. Six of eight threads have something of 48."""
+  module = lowered("direct", make_problem(64, 64, k, "NT"), small_config("direct"))
+  assert ("arith.minui" in module) == some
 
 
 @pytest.mark.parametrize(

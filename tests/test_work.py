@@ -13,6 +13,7 @@ from jaxgemm.work import Work
 from pallas_kernels import specialised, split_k
 from pallas_kernels.problem import (
   DirectConfig,
+  Epilogue,
   PersistentConfig,
   PipelinedConfig,
   Problem,
@@ -248,7 +249,7 @@ def test_rows_within_lines_and_within_sectors_cost_more_to_store():
         ((64, 64, 128), (64, 64, 129), "TN", {}),
         ((64, 64, 136), (64, 64, 135), "NT", {}),  # Shifted.
         ((384, 64, 128), (392, 64, 128), "TN", {}),  # Parts of rows that share lines.
-        ((64, 64, 256), (64, 64, 264), "NT", dict(splits=2)),
+        ((64, 64, 512), (64, 64, 1024), "NN", {}),  # In groups of eight k tiles.
     ],
     ids=str,
 )
@@ -264,14 +265,24 @@ def test_direct_is_over_sooner_where_threads_load_less(less, more, layouts, fiel
 def test_whole_rows_that_share_lines_cost_no_more_than_others():
   """No other CTA asks for those lines: 288x24x336 NT took 2.37 us by tiles of 64x16,
   464x64x280 TT, of 23 loads a thread in place of 27, 3.23."""
-  config, free = DirectConfig(64, 64), dataclasses.replace(MODEL, direct_crooked=0.0)
-  for size, layouts, cost in (
-      ((256, 64, 264), "NT", False), ((40, 40, 264), "TN", False),
-      ((392, 64, 256), "TN", True),
+  free = dataclasses.replace(MODEL, direct_crooked=0.0)
+  for size, layouts, splits, cost in (
+      ((256, 64, 264), "NT", 1, False), ((40, 40, 264), "TN", 1, False),
+      ((392, 64, 256), "TN", 1, True), ((256, 64, 264), "NT", 2, True),
   ):
     problem = Problem(*size, **LAYOUTS[layouts])
+    config = DirectConfig(64, 64, splits=splits)
     without = cost_model.estimate(problem, "direct", config, H200, free).time_us
     assert (_estimate(problem, "direct", config) > without) == cost
+
+
+def test_direct_stores_each_result():
+  epilogue = Epilogue(activation="gelu")
+  one, two = (
+      _estimate(Problem(64, 64, 64, epilogue=each), "direct", DirectConfig(64, 64))
+      for each in (epilogue, dataclasses.replace(epilogue, saves=True))
+  )
+  assert two - one == pytest.approx(MODEL.direct_store, rel=0.1)
 
 
 @pytest.mark.parametrize(
