@@ -249,7 +249,6 @@ def test_rows_within_lines_and_within_sectors_cost_more_to_store():
         ((64, 64, 128), (64, 64, 129), "TN", {}),
         ((64, 64, 136), (64, 64, 135), "NT", {}),  # Shifted.
         ((384, 64, 128), (392, 64, 128), "TN", {}),  # Parts of rows that share lines.
-        ((64, 64, 512), (64, 64, 1024), "NN", {}),  # In groups of eight k tiles.
     ],
     ids=str,
 )
@@ -274,6 +273,14 @@ def test_whole_rows_that_share_lines_cost_no_more_than_others():
     config = DirectConfig(64, 64, splits=splits)
     without = cost_model.estimate(problem, "direct", config, H200, free).time_us
     assert (_estimate(problem, "direct", config) > without) == cost
+
+
+def test_direct_loads_each_group_of_k_tiles():
+  once, twice = (
+      _estimate(Problem(64, 64, k), "direct", DirectConfig(64, 64)) for k in (512, 1024)
+  )
+  # Of each operand four chunks a thread for each k tile, of which eight make a group.
+  assert twice - once == pytest.approx(2 * 4 * 8 * MODEL.direct_aligned, rel=0.1)
 
 
 def test_direct_stores_each_result():
