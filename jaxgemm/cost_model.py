@@ -134,7 +134,6 @@ def _direct(
   Crooked rows of which a CTA takes a part each begin in lines that others ask for, too.
   """
   work = Work(problem, direct.NAME, config, device)
-  per_sm = tiles.cdiv(work.num_tiles, device.num_sms)
   shifted, crooked = misaligned(problem, 16), misaligned(problem, tiles.SWIZZLE_BYTES)
   loading = 0.0
   for operand, loads in direct.loads(problem, config):
@@ -143,7 +142,7 @@ def _direct(
     if operand not in shifted and operand in crooked and in_parts:
       chunk += model.direct_crooked
     loading += loads.num_chunks * chunk
-  loading *= direct.num_steps(problem, config) / direct.num_slots(problem, config)
+  loading *= work.k_steps / direct.num_slots(problem, config)  # Groups of k tiles.
   area = config.tile_m * config.tile_n / 64**2
   store = model.direct_odd if work.row_bytes % 16 else model.direct_store
   store *= area / config.splits * problem.out_itemsize / 2
@@ -153,11 +152,11 @@ def _direct(
   if config.splits > 1:
     busy += model.direct_sums * area
     time += model.direct_cluster + model.direct_cta * config.splits
-  busy *= per_sm
+  busy *= work.per_sm
   memory = model.direct_memory * traffic.memory(work, device, model)
   bound = "the memory" if memory > busy else "the SMs"
   return Estimate(
-      time + busy + memory, work.num_tiles, per_sm, work.k_steps, bound, 1, (),
+      time + busy + memory, work.num_tiles, work.per_sm, work.k_steps, bound, 1, (),
       work.loaded,
   )
 

@@ -38,7 +38,6 @@ import jax.numpy as jnp
 from pallas_kernels import accumulate, calls, operand_tiles, register_loads, tiles
 from pallas_kernels.exchange import Exchange
 from pallas_kernels.problem import ALONG_K, DirectConfig, Problem
-from pallas_kernels.register_loads import RegisterLoads
 
 NAME = "direct"
 Config = DirectConfig
@@ -117,14 +116,16 @@ def depths(problem: Problem, config: DirectConfig) -> tuple[int, ...]:
   return tuple(found)
 
 
-def loads(problem: Problem, config: DirectConfig) -> Iterator[tuple[str, RegisterLoads]]:
+def loads(
+    problem: Problem, config: DirectConfig
+) -> Iterator[tuple[str, register_loads.RegisterLoads]]:
   """What a thread loads of each operand, by name, for each slot."""
   for operand, mn, tile_mn, layout in (
       ("lhs", problem.m, config.tile_m, problem.lhs_layout),
       ("rhs", problem.n, config.tile_n, problem.rhs_layout),
   ):
     for depth in depths(problem, config):
-      yield operand, RegisterLoads.of(
+      yield operand, register_loads.RegisterLoads.of(
           mn, problem.k, tile_mn, config.tile_k, k_major=layout == "k-major", depth=depth
       )
 

@@ -113,8 +113,7 @@ class RegisterLoads:
     """Threads that share a row of blocks, a chunk each: a power of two.
 
     Of those that hold what is wanted, if a round then takes no part of the tile's rows,
-    the most with which each thread has fewest chunks. A row of k may end where its depth
-    does: there are none but the fewest that hold it.
+    the most with which each thread has fewest chunks; of k-major rows the fewest.
     """
     rows, cols = self.wanted
     enough = [

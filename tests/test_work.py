@@ -241,19 +241,19 @@ def test_rows_within_lines_and_within_sectors_cost_more_to_store():
 
 
 @pytest.mark.parametrize(
-    ("less", "more", "layouts", "fields"),
+    ("less", "more", "layouts"),
     [
-        ((64, 64, 72), (64, 64, 128), "NN", {}),  # Of a short last k tile.
-        ((24, 64, 128), (64, 64, 128), "TN", {}),  # Of few rows, stored along k.
-        ((64, 24, 128), (64, 64, 128), "NN", {}),
-        ((64, 64, 128), (64, 64, 129), "TN", {}),
-        ((64, 64, 136), (64, 64, 135), "NT", {}),  # Shifted.
-        ((384, 64, 128), (392, 64, 128), "TN", {}),  # Parts of rows that share lines.
+        ((64, 64, 72), (64, 64, 128), "NN"),  # Of a short last k tile.
+        ((24, 64, 128), (64, 64, 128), "TN"),  # Of few rows, stored along k.
+        ((64, 24, 128), (64, 64, 128), "NN"),
+        ((64, 64, 128), (64, 64, 129), "TN"),
+        ((64, 64, 136), (64, 64, 135), "NT"),  # Shifted.
+        ((384, 64, 128), (392, 64, 128), "TN"),  # Parts of rows that share lines.
     ],
     ids=str,
 )
-def test_direct_is_over_sooner_where_threads_load_less(less, more, layouts, fields):
-  config = DirectConfig(64, 64, **fields)
+def test_direct_is_over_sooner_where_threads_load_less(less, more, layouts):
+  config = DirectConfig(64, 64)
   sooner, later = (
       _estimate(Problem(*size, **LAYOUTS[layouts]), "direct", config)
       for size in (less, more)
