@@ -54,10 +54,14 @@ def launch(
       interpret=interpret,
   )
   lhs, rhs = call.prepared.lhs_operand, call.prepared.rhs_operand
-  grid = tiles.TileGrid.of(problem, config.tile_m, config.tile_n)
+  tile_shape = config.tile_m, config.tile_n
+  grid = tiles.TileGrid.of(problem, *tile_shape)
 
   def _kernel(lhs_gmem, rhs_gmem, c_gmem, out_gmem, refs):
     batch, m, n = grid.locate(lax.axis_index("cta"))
+    call.epilogue.prefetch(
+        c_gmem, refs, shape=tile_shape, wg=0, batch=batch, row=m, col=n
+    )
 
     def _load(k):
       full = refs["full"].at[0]
@@ -77,7 +81,7 @@ def launch(
       lax.fori_loop(jnp.int32(0), jnp.int32(count), step, None)
 
     acc = accumulate.sum_over_k(
-        _multiply, shape=(config.tile_m, config.tile_n),
+        _multiply, shape=tile_shape,
         k_steps=tiles.cdiv(problem.k, config.tile_k), promote=config.promote,
         dtype=problem.acc_dtype,
     )

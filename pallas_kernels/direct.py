@@ -137,10 +137,10 @@ def launch(
   del num_sms  # One CTA a tile, however many SMs there are.
   emulated = interpret is not None
   exchange = make_exchange(config, emulated=emulated)
+  stored_cols = exchange.share_cols if exchange else config.tile_n
   call = calls.make_call(
-      operands, problem, config,
-      stored_cols=exchange.share_cols if exchange else config.tile_n, num_wgs=1,
-      interpret=interpret, by_registers=True,
+      operands, problem, config, stored_cols=stored_cols, num_wgs=1, interpret=interpret,
+      by_registers=True,
   )
   lhs, rhs = call.prepared.lhs_operand, call.prepared.rhs_operand
   grid = tiles.TileGrid.of(problem, config.tile_m, config.tile_n)
@@ -153,6 +153,12 @@ def launch(
     if exchange is not None:
       exchange.start(refs, wg=0)
       begin = lax.axis_index(ALONG_K) * k_steps
+
+    def _prefetch(col):
+      call.epilogue.prefetch(
+          c_gmem, refs, shape=(config.tile_m, stored_cols), wg=0, batch=batch, row=m,
+          col=n + col,
+      )
 
     def _load(first, count):
       """Brings k tiles first .. first + count - 1 of this CTA into the first slots."""
@@ -196,6 +202,10 @@ def launch(
       if rest:
         group(jnp.int32(groups), None, rest)
 
+    if exchange is None:
+      _prefetch(0)
+    elif call.epilogue.reads:
+      exchange.of_share(_prefetch)
     if k_steps == held:
       _load(jnp.int32(0), k_steps)
     acc = accumulate.sum_over_k(

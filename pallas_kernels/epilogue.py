@@ -24,7 +24,8 @@ its slot, which then holds rows of the result; so does a slot of c, which is rea
 transposed.
 
 `c` is read the same way back (flat or tiled; `prepare_c` pads a bad stride), two pieces
-ahead. Where a kernel calls `prefetch` first, the first two travel while it multiplies.
+ahead: kernels `prefetch` the first two of a tile, which travel while they multiply. So
+they do with the lines of biases and factors.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import (
   activations,
+  l2_prefetch,
   partial_stores,
   register_stores,
   run_stores,
@@ -175,8 +177,12 @@ class Epilogue:
     """Of the activation."""
     return activations.in_registers(
         self.problem.epilogue.activation, self.problem.out_itemsize,
-        emulated=self.out.way == "tiled",
+        emulated=self._emulated,
     )
+
+  @property
+  def _emulated(self) -> bool:
+    return self.out.way == "tiled"
 
   @functools.cached_property
   def smem_bytes(self) -> int:
@@ -194,17 +200,34 @@ class Epilogue:
       )
     return scratch
 
+  @property
+  def reads(self) -> bool:
+    """Whether there is anything to `prefetch`."""
+    return bool(self.c or self.scales or self.problem.epilogue.has_bias)
+
   def prefetch(
-      self, c_gmem: Refs, refs, *, shape: tuple[int, int], wg, batch, row, col
+      self, c_gmem: Refs, refs, *, shape: tuple[int, int], wg, batch, row, col,
+      of_batch=None,
   ) -> None:
-    """Starts to load the first pieces of each c for a tile of `shape` at (row, col)."""
+    """Starts to load the first pieces of each c for a tile of `shape` at (row, col).
+
+    And asks the memory for its biases and factors; `of_batch` as for `store`.
+    """
+    if not self._emulated:
+      dim, start = (0, row) if self.transposed else (1, col)
+      for name in BIASES:
+        if name in refs:
+          l2_prefetch.prefetch(refs[name], start, shape[dim])
+      if self.scales:
+        of_batch = batch if of_batch is None else of_batch
+        self.scales.prefetch(refs, shape, batch=of_batch, row=row, col=col)
     for n, (i, j, _) in enumerate(self.pieces(shape)[:NUM_SLOTS]):
       at = self._in_result(row + i, col + j)
       self._start_c(c_gmem, refs, n, wg=wg, batch=batch, **at)
 
   def store(
       self, acc, out_gmem: Ref, c_gmem: Refs, refs, *, wg, batch, row, col,
-      of_batch=None, prefetched: bool = False, end=None, scaled: bool = True,
+      of_batch=None, end=None, scaled: bool = True,
   ):
     """Stores a warpgroup's accumulator [rows, cols] at (row, col) of the product.
 
@@ -213,15 +236,12 @@ class Epilogue:
     Rows of the result from `end` on are others', if it is given. What is not `scaled`
     has no factors: zeros, which these might make NaN.
 
-    Waits for the staging slot that it uses next, never for the last store: call
-    `finish` before the kernel ends. `prefetched` says that `prefetch` was called.
+    Call `prefetch` before, as early as may be. Waits for the staging slot that it uses
+    next, never for the last store: call `finish` before the kernel ends.
     """
     epilogue = self.problem.epilogue
     rows, cols = acc.shape[0], acc.shape[1] // (1 + epilogue.gated)
     of_batch = batch if of_batch is None else of_batch
-    if not prefetched:
-      at = dict(wg=wg, batch=batch, row=row, col=col)
-      self.prefetch(c_gmem, refs, shape=(rows, cols), **at)
     index, starts = 0, self.pieces((rows, cols))
     step = self.out.rows if self.transposed else self.out.cols
     for n, (i, j, stored) in enumerate(starts):

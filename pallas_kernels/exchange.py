@@ -103,6 +103,11 @@ class Exchange:
       _init(refs["inbox_barriers"].at[wg])
     plgpu.barrier_arrive(refs["free"])
 
+  def of_share(self, do: Callable[[Any], None]) -> None:
+    """Calls `do(col)` with the first column of this CTA's share, if it has one."""
+    rank = lax.axis_index(ALONG_K)
+    pl.when(rank < self.num_shares)(lambda: do(rank * self.share_cols))
+
   def add_up(
       self, acc, refs, *, wg, index, count, store: Callable[[jax.Array, Any], None]
   ) -> None:
@@ -120,14 +125,15 @@ class Exchange:
       inbox, barrier = refs["inbox"].at[wg], refs["inbox_barriers"].at[wg]
       _send(acc, inbox, barrier, rank, self.num_shares)
 
-    @pl.when(rank < self.num_shares)
-    def _add_up():
+    def add_up(col):
       if self.emulated:
         sums = self._sum_parked(refs["parts"], wg, rank)
       else:
         _receive(inbox, barrier, lax.rem(index, jnp.int32(2)))
         sums = _sum(inbox, (self.rows, self.share_cols))
-      store(sums, rank * self.share_cols)
+      store(sums, col)
+
+    self.of_share(add_up)
 
     # Nobody arrives after the last tile: the CTA on whose barrier it does may be gone.
     @pl.when(index + 1 < count)

@@ -170,7 +170,8 @@ def run(
   `exchange` their sums. Groups of rows have a `grid` of their own.
   """
   wg_tile_shape = specialised.wg_tile(config)
-  stored_shape = wg_tile_shape[0], specialised.stored_cols(call.result, config)
+  stored_cols = specialised.stored_cols(call.result, config)
+  stored_shape = wg_tile_shape[0], exchange.share_cols if exchange else stored_cols
   ring, epilogue = make_ring(call, config, k_steps), call.epilogue
   split = parts.of(call.result, config)
   lost = 0.0  # To truncation, of the sum between promotions; the emulator rounds.
@@ -210,8 +211,17 @@ def run(
         of_batch, first_k = operand_origin(index)
         starts = dict(lhs_start=share.row, rhs_start=share.col)
         at = dict(wg=wg, batch=result, row=m + share.row, col=n + share.col)
+
+        def prefetch(col):
+          epilogue.prefetch(
+              c_gmem, refs, shape=stored_shape, of_batch=of_batch,
+              **at | {"col": at["col"] + col},
+          )
+
         if exchange is None:
-          epilogue.prefetch(c_gmem, refs, shape=stored_shape, **at)
+          prefetch(0)
+        elif epilogue.reads:
+          exchange.of_share(prefetch)
 
         def multiply(acc, first, count):
           ring.consume(
@@ -264,8 +274,8 @@ def run(
 
         def store(sums, col):
           epilogue.store(
-              sums, out_gmem, c_gmem, refs, of_batch=of_batch,
-              prefetched=exchange is None, end=end, **at | {"col": at["col"] + col},
+              sums, out_gmem, c_gmem, refs, of_batch=of_batch, end=end,
+              **at | {"col": at["col"] + col},
           )
 
         if exchange is None:

@@ -62,13 +62,17 @@ def launch(
       interpret=interpret,
   )
   lhs, rhs = call.prepared.lhs_operand, call.prepared.rhs_operand
-  grid = tiles.TileGrid.of(problem, config.tile_m, config.tile_n)
+  tile_shape = config.tile_m, config.tile_n
+  grid = tiles.TileGrid.of(problem, *tile_shape)
   k_steps = tiles.cdiv(problem.k, config.tile_k)
   num_stages = config.num_stages
   ahead = min(num_stages - 1, k_steps)  # Loads in flight before the first wgmma.
 
   def _kernel(lhs_gmem, rhs_gmem, c_gmem, out_gmem, refs):
     batch, m, n = grid.locate(lax.axis_index("cta"))
+    call.epilogue.prefetch(
+        c_gmem, refs, shape=tile_shape, wg=0, batch=batch, row=m, col=n
+    )
 
     def _load(step, slot):
       full = refs["full"].at[slot]
@@ -101,8 +105,8 @@ def launch(
       lax.fori_loop(lax.max(first, all_loaded), end, drain, slot)
 
     acc = accumulate.sum_over_k(
-        _pipeline, shape=(config.tile_m, config.tile_n), k_steps=k_steps,
-        promote=config.promote, dtype=problem.acc_dtype,
+        _pipeline, shape=tile_shape, k_steps=k_steps, promote=config.promote,
+        dtype=problem.acc_dtype,
     )
     call.epilogue.store(
         acc, out_gmem, c_gmem, refs, wg=0, batch=batch, row=m, col=n

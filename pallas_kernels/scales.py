@@ -10,7 +10,7 @@ Factors of blocks of k are in `block_scales`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 import dataclasses
 from typing import Any
 
@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import tiles
+from pallas_kernels import l2_prefetch, tiles
 
 ROWS, COLS = "row_scales", "col_scales"
 Ref = Any
@@ -39,18 +39,32 @@ class Scales:
   rows_batched: bool
   cols_batched: bool
 
+  def prefetch(
+      self, refs: Mapping[str, Ref], shape: tuple[int, int], *, batch, row, col
+  ) -> None:
+    """Asks the memory for the factors of a tile of `shape` at (row, col)."""
+    for factors, dim, start in self._factors(refs, batch, row, col):
+      l2_prefetch.prefetch(factors, start, shape[dim])
+
   def apply(self, piece, refs: Mapping[str, Ref], *, batch, row, col):
     """The factors times `piece`, sums [rows, cols] at (row, col) of product `batch`."""
+    for factors, dim, start in self._factors(refs, batch, row, col):
+      factors = plgpu.load(
+          factors.at[pl.ds(start, piece.shape[dim])],
+          layout=plgpu.Layout.WGMMA.reduce(1 - dim), optimized=False,
+      )
+      piece = piece * lax.broadcast_in_dim(factors, piece.shape, (dim,))
+    return piece
+
+  def _factors(
+      self, refs: Mapping[str, Ref], batch, row, col
+  ) -> Iterator[tuple[Ref, int, Any]]:
+    """Each vector in its turn, of rows (0) or columns (1), and where a tile's begin."""
     for i in range(self.count):
       for name, dim, start, batched in (
           (ROWS, 0, row, self.rows_batched), (COLS, 1, col, self.cols_batched)
       ):
-        factors = plgpu.load(
-            refs[name].at[batch if batched else 0, i, pl.ds(start, piece.shape[dim])],
-            layout=plgpu.Layout.WGMMA.reduce(1 - dim), optimized=False,
-        )
-        piece = piece * lax.broadcast_in_dim(factors, piece.shape, (dim,))
-    return piece
+        yield refs[name].at[batch if batched else 0, i], dim, start
 
 
 def make_scales(
