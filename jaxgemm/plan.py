@@ -19,6 +19,7 @@ from jaxgemm import (
   grouped_heuristics,
   heuristics,
   invariance,
+  ring_slots,
   table,
   triton_heuristics,
   user_table,
@@ -238,7 +239,8 @@ def forget_tables() -> None:
 def _rows(problem: Problem, device: Device) -> Iterator[tuple[str, table.Row]]:
   """The measured plans of a problem, each with its source; the one that counts first.
 
-  XLA's counts for nothing but what was measured, a kernel's if it serves the problem.
+  XLA's counts for nothing but what was measured, a kernel's if it serves the problem,
+  maybe with fewer slots than the one that was measured.
   """
   alike = table.alike(problem)
   for source, lookup in (("user table", user_table.lookup), ("table", table.lookup)):
@@ -248,8 +250,9 @@ def _rows(problem: Problem, device: Device) -> Iterator[tuple[str, table.Row]]:
           yield source, row
       # A row of the portable kernel is of no use once its packages are gone.
       elif _why_not(row.kernel, device) is None:
-        if ALL_KERNELS[row.kernel].supports(problem, row.config) is None:
-          yield source, row
+        config = ring_slots.with_room(problem, row.kernel, row.config)
+        if config is not None:
+          yield source, dataclasses.replace(row, config=config)
 
 
 def _named(

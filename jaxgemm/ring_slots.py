@@ -11,8 +11,15 @@ import functools
 from typing import Any
 
 from jaxgemm.device import Device
-from pallas_kernels import KERNELS, lhs_registers, parts, specialised, tiles
-from pallas_kernels.problem import PersistentConfig, Problem, SplitKConfig
+from pallas_kernels import (
+  ALL_KERNELS,
+  KERNELS,
+  lhs_registers,
+  parts,
+  specialised,
+  tiles,
+)
+from pallas_kernels.problem import Config, PersistentConfig, Problem, SplitKConfig
 
 Shape = tuple[int, int, int, str, bool]  # One of tile_shapes, and `swap`.
 _MAX_STAGES = 16
@@ -89,6 +96,20 @@ def without_queue(
       1 + tiles.cdiv(_AHEAD_BYTES, slot), _ENOUGH_STAGES,
   )
   return dataclasses.replace(config, num_stages=min(config.num_stages, enough))
+
+
+def with_room(problem: Problem, kernel: str, config: Config) -> Config | None:
+  """The config as it serves a problem that may fuse more than the one it was made for.
+
+  Its slots leave room for what is fused: up to one of eight. None: it does not serve.
+  """
+  most = getattr(config, "num_stages", 0)
+  for stages in range(most, most - most // 8 - 1, -1):
+    if most:
+      config = dataclasses.replace(config, num_stages=stages)
+    if ALL_KERNELS[kernel].supports(problem, config) is None:
+      return config
+  return None
 
 
 def _bytes_at_once(

@@ -59,9 +59,11 @@ def launch(
 
   def _kernel(lhs_gmem, rhs_gmem, c_gmem, out_gmem, refs):
     batch, m, n = grid.locate(lax.axis_index("cta"))
-    call.epilogue.prefetch(
-        c_gmem, refs, shape=tile_shape, wg=0, batch=batch, row=m, col=n
+    at = dict(wg=0, batch=batch, row=m, col=n)
+    vectors = call.epilogue.vectors(
+        refs, shape=tile_shape, of_batch=batch, row=m, col=n
     )
+    call.epilogue.prefetch(c_gmem, refs, shape=tile_shape, **at)
 
     def _load(k):
       full = refs["full"].at[0]
@@ -85,9 +87,7 @@ def launch(
         k_steps=tiles.cdiv(problem.k, config.tile_k), promote=config.promote,
         dtype=problem.acc_dtype,
     )
-    call.epilogue.store(
-        acc, out_gmem, c_gmem, refs, wg=0, batch=batch, row=m, col=n
-    )
+    call.epilogue.store(acc, out_gmem, c_gmem, refs, vectors=vectors, **at)
     call.epilogue.finish()
 
   scratch = dict(

@@ -30,12 +30,14 @@ Source: the loads are those of `register_loads`; measured against `pipelined`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+import functools
 
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels import accumulate, calls, operand_tiles, register_loads, tiles
+from pallas_kernels import exchange as exchanges
 from pallas_kernels.exchange import Exchange
 from pallas_kernels.problem import ALONG_K, DirectConfig, Problem
 
@@ -154,11 +156,14 @@ def launch(
       exchange.start(refs, wg=0)
       begin = lax.axis_index(ALONG_K) * k_steps
 
-    def _prefetch(col):
-      call.epilogue.prefetch(
-          c_gmem, refs, shape=(config.tile_m, stored_cols), wg=0, batch=batch, row=m,
-          col=n + col,
-      )
+    place = dict(row=m, col=n + exchanges.first_col(exchange))
+    shape = config.tile_m, stored_cols
+    vectors = call.epilogue.vectors(refs, shape=shape, of_batch=batch, **place)
+    at = dict(wg=0, batch=batch, **place)
+    if call.epilogue.c is not None:
+      exchanges.if_stores(exchange, functools.partial(
+          call.epilogue.prefetch, c_gmem, refs, shape=shape, **at
+      ))
 
     def _load(first, count):
       """Brings k tiles first .. first + count - 1 of this CTA into the first slots."""
@@ -202,10 +207,6 @@ def launch(
       if rest:
         group(jnp.int32(groups), None, rest)
 
-    if exchange is None:
-      _prefetch(0)
-    elif call.epilogue.reads:
-      exchange.of_share(_prefetch)
     if k_steps == held:
       _load(jnp.int32(0), k_steps)
     acc = accumulate.sum_over_k(
@@ -213,13 +214,11 @@ def launch(
         promote=config.promote,
     )
 
-    def store(sums, col):
-      call.epilogue.store(
-          sums, out_gmem, c_gmem, refs, wg=0, batch=batch, row=m, col=n + col
-      )
+    def store(sums):
+      call.epilogue.store(sums, out_gmem, c_gmem, refs, vectors=vectors, **at)
 
     if exchange is None:
-      store(acc, 0)
+      store(acc)
     else:
       one = dict(index=jnp.int32(0), count=jnp.int32(1))
       exchange.add_up(acc, refs, wg=0, **one, store=store)

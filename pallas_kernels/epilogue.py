@@ -24,15 +24,15 @@ its slot, which then holds rows of the result; so does a slot of c, which is rea
 transposed.
 
 `c` is read the same way back (flat or tiled; `prepare_c` pads a bad stride), two pieces
-ahead: kernels `prefetch` the first two of a tile, which travel while they multiply. So
-they do with the lines of biases and factors.
+ahead: kernels `prefetch` the first two of a tile, which travel while they multiply, as
+its `vectors` do.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -42,7 +42,6 @@ import jax.numpy as jnp
 
 from pallas_kernels import (
   activations,
-  l2_prefetch,
   partial_stores,
   register_stores,
   run_stores,
@@ -51,6 +50,7 @@ from pallas_kernels import (
 from pallas_kernels.fragments import RowOrder
 from pallas_kernels.problem import Problem
 from pallas_kernels.scales import Scales
+from pallas_kernels.vectors import MOST_SUMS, Vector
 
 PIECE_ROWS = 64
 NUM_SLOTS = 2
@@ -155,6 +155,16 @@ class Staging:
     return (slots[0], slots[1]) if self.way == "flat" else (slots, slots)
 
 
+class Vectors(NamedTuple):
+  """What a tile's rows or columns are multiplied by, and what is added to them."""
+
+  factors: tuple[Vector, ...] = ()
+  biases: tuple[Vector, ...] = ()
+
+
+NO_VECTORS = Vectors()
+
+
 @dataclasses.dataclass(frozen=True)
 class Epilogue:
   """The static facts of one kernel's epilogue."""
@@ -173,15 +183,21 @@ class Epilogue:
     return PIECE_ROWS if self.transposed else self.out.cols
 
   @property
+  def _step(self) -> int:
+    """Columns of the product that a piece has."""
+    return self.out.rows if self.transposed else self.out.cols
+
+  @property
   def arithmetic(self) -> activations.Arithmetic:
     """Of the activation."""
     return activations.in_registers(
         self.problem.epilogue.activation, self.problem.out_itemsize,
-        emulated=self._emulated,
+        emulated=self.emulated,
     )
 
   @property
-  def _emulated(self) -> bool:
+  def emulated(self) -> bool:
+    """Whether an emulator stands in for the chip."""
     return self.out.way == "tiled"
 
   @functools.cached_property
@@ -200,68 +216,68 @@ class Epilogue:
       )
     return scratch
 
-  @property
-  def reads(self) -> bool:
-    """Whether there is anything to `prefetch`."""
-    return bool(self.c or self.scales or self.problem.epilogue.has_bias)
+  def vectors(self, refs, *, shape: tuple[int, int], of_batch, row, col) -> Vectors:
+    """Asks for the vectors of a tile of `shape` at (row, col) of product `of_batch`.
+
+    To be handed to `store`; call it, as `prefetch`, as early as may be.
+    """
+    factors, biases = (), ()
+    if self.scales:
+      factors = self.scales.vectors(
+          refs, batch=of_batch, row=row, col=col, emulated=self.emulated
+      )
+    if self.problem.epilogue.has_bias:
+      # Along the columns of the result, which are the rows of a transposed piece.
+      dim, start = (0, row) if self.transposed else (1, col)
+      names = BIASES[: 1 + self.problem.epilogue.gated]
+      biases = tuple(Vector(refs[name], dim, start, self.emulated) for name in names)
+    sums = shape[0] * shape[1] * (1 + self.problem.epilogue.gated) // tiles.WG_THREADS
+    sizes, starts = (PIECE_ROWS, self._step), self.pieces(shape)
+    for each in (*factors, *biases):
+      pieces = [(start[each.dim], sizes[each.dim]) for start in starts]
+      each.ask(shape[each.dim], pieces, early=sums <= MOST_SUMS)
+    return Vectors(factors, biases)
 
   def prefetch(
-      self, c_gmem: Refs, refs, *, shape: tuple[int, int], wg, batch, row, col,
-      of_batch=None,
+      self, c_gmem: Refs, refs, *, shape: tuple[int, int], wg, batch, row, col
   ) -> None:
-    """Starts to load the first pieces of each c for a tile of `shape` at (row, col).
-
-    And asks the memory for its biases and factors; `of_batch` as for `store`.
-    """
-    if not self._emulated:
-      dim, start = (0, row) if self.transposed else (1, col)
-      for name in BIASES:
-        if name in refs:
-          l2_prefetch.prefetch(refs[name], start, shape[dim])
-      if self.scales:
-        of_batch = batch if of_batch is None else of_batch
-        self.scales.prefetch(refs, shape, batch=of_batch, row=row, col=col)
+    """Starts to load the first pieces of each c for a tile of `shape` at (row, col)."""
     for n, (i, j, _) in enumerate(self.pieces(shape)[:NUM_SLOTS]):
       at = self._in_result(row + i, col + j)
       self._start_c(c_gmem, refs, n, wg=wg, batch=batch, **at)
 
   def store(
       self, acc, out_gmem: Ref, c_gmem: Refs, refs, *, wg, batch, row, col,
-      of_batch=None, end=None, scaled: bool = True,
+      vectors: Vectors = NO_VECTORS, end=None,
   ):
     """Stores a warpgroup's accumulator [rows, cols] at (row, col) of the product.
 
     Of a gated product the left half of `acc` is the gate's.
-    It is of product `of_batch`, if that is not the index `batch` of the result.
-    Rows of the result from `end` on are others', if it is given. What is not `scaled`
-    has no factors: zeros, which these might make NaN.
+    `vectors` are those of the tile; zeros have none, which factors might make NaN.
+    Rows of the result from `end` on are others', if it is given.
 
     Call `prefetch` before, as early as may be. Waits for the staging slot that it uses
     next, never for the last store: call `finish` before the kernel ends.
     """
     epilogue = self.problem.epilogue
     rows, cols = acc.shape[0], acc.shape[1] // (1 + epilogue.gated)
-    of_batch = batch if of_batch is None else of_batch
     index, starts = 0, self.pieces((rows, cols))
-    step = self.out.rows if self.transposed else self.out.cols
     for n, (i, j, stored) in enumerate(starts):
       at = self._in_result(row + i, col + j)
       to = dict(slots=refs["out_slots"], wg=wg, stored=stored, end=end, **at)
       pieces = []
-      for begin, bias, saved in zip(
-          range(j, acc.shape[1], cols), BIASES, OTHERS, strict=False
-      ):
-        piece = acc[i : i + PIECE_ROWS, begin : begin + step]
-        if self.scales and scaled:
-          piece = self.scales.apply(
-              piece, refs, batch=of_batch, row=row + i, col=col + j
-          )
+      for number, begin in enumerate(range(j, acc.shape[1], cols)):
+        piece = acc[i : i + PIECE_ROWS, begin : begin + self._step]
+        for each in vectors.factors:
+          piece = piece * each.broadcast((i, j)[each.dim], piece.shape)
         if epilogue.alpha != 1.0:
           piece = piece * jnp.float32(epilogue.alpha)
         if epilogue.has_bias:
-          piece = self._add_bias(piece, refs[bias], row + i, col + j)
+          bias = vectors.biases[number]
+          piece = piece + bias.broadcast((i, j)[bias.dim], piece.shape)
         if epilogue.saves:
-          self._store_piece(piece, refs[saved].at[batch], index=index, **to)
+          saved = refs[OTHERS[number]].at[batch]
+          self._store_piece(piece, saved, index=index, **to)
           index += 1
         pieces.append(piece)
       c = self._wait_c(refs, n, wg)
@@ -294,24 +310,10 @@ class Epilogue:
 
     And the columns of each that the one before has stored.
     """
-    step = self.out.rows if self.transposed else self.out.cols
-    cols = _starts(shape[1], step)
+    cols = _starts(shape[1], self._step)
     return [
         (i, j, stored) for i in range(0, shape[0], PIECE_ROWS) for j, stored in cols
     ]
-
-  def _add_bias(self, piece, bias_gmem: Ref, row, col):
-    """The bias of the columns of the result, which are the rows of a transposed piece.
-    """
-    dim, start = (0, row) if self.transposed else (1, col)
-    # A piece beyond the last column is not stored: what it gets does not matter.
-    start = jnp.minimum(start, bias_gmem.shape[0] - self.bias_cols)
-    bias = plgpu.load(
-        bias_gmem.at[pl.ds(start, self.bias_cols)],
-        layout=plgpu.Layout.WGMMA.reduce(1 - dim), optimized=False,
-    )
-    bias = bias.astype(jnp.float32)
-    return piece + lax.broadcast_in_dim(bias, piece.shape, (dim,))
 
   def _store_piece(
       self, piece, out_gmem, slots, *, wg, index, row, col, stored, end
@@ -481,13 +483,14 @@ def make_epilogue(
 
 
 def prepare_biases(epilogue: Epilogue, operands) -> dict[str, jax.Array]:
-  """The biases [n], the last of the operands, by name; padded to whole pieces."""
-  problem, cols = epilogue.problem, epilogue.bias_cols
+  """The biases [n], the last of the operands, by name; emulated in whole pieces."""
+  problem, cols, pad = epilogue.problem, epilogue.bias_cols, 0
   if not problem.epilogue.has_bias:
     return {}
-  pad = tiles.round_up(problem.n, cols) - problem.n
-  if not epilogue.divided:  # Any column may be the first of a piece.
-    pad += cols
+  if epilogue.emulated:
+    pad = tiles.round_up(problem.n, cols) - problem.n
+    if not epilogue.divided:  # Any column may be the first of a piece.
+      pad += cols
   biases = operands[-1 - problem.epilogue.gated :]
   return {
       name: lax.pad(x, jnp.zeros((), x.dtype), ((0, pad, 0),)) if pad else x

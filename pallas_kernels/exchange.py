@@ -103,15 +103,10 @@ class Exchange:
       _init(refs["inbox_barriers"].at[wg])
     plgpu.barrier_arrive(refs["free"])
 
-  def of_share(self, do: Callable[[Any], None]) -> None:
-    """Calls `do(col)` with the first column of this CTA's share, if it has one."""
-    rank = lax.axis_index(ALONG_K)
-    pl.when(rank < self.num_shares)(lambda: do(rank * self.share_cols))
-
   def add_up(
-      self, acc, refs, *, wg, index, count, store: Callable[[jax.Array, Any], None]
+      self, acc, refs, *, wg, index, count, store: Callable[[jax.Array], None]
   ) -> None:
-    """Calls `store(sums, col)` with this CTA's share of the columns, added up.
+    """Calls `store(sums)` with this CTA's share of the columns, added up.
 
     `index` counts the tiles of this CTA, and `count` is how many they are.
     """
@@ -125,15 +120,15 @@ class Exchange:
       inbox, barrier = refs["inbox"].at[wg], refs["inbox_barriers"].at[wg]
       _send(acc, inbox, barrier, rank, self.num_shares)
 
-    def add_up(col):
+    def add_up():
       if self.emulated:
         sums = self._sum_parked(refs["parts"], wg, rank)
       else:
         _receive(inbox, barrier, lax.rem(index, jnp.int32(2)))
         sums = _sum(inbox, (self.rows, self.share_cols))
-      store(sums, col)
+      store(sums)
 
-    self.of_share(add_up)
+    if_stores(self, add_up)
 
     # Nobody arrives after the last tile: the CTA on whose barrier it does may be gone.
     @pl.when(index + 1 < count)
@@ -148,6 +143,19 @@ class Exchange:
       part = plgpu.load(part, layout=plgpu.Layout.WGMMA, optimized=False)
       total = part if total is None else total + part
     return total
+
+
+def first_col(exchange: Exchange | None):
+  """The first column of a tile that this CTA stores: beyond all if it stores none."""
+  return lax.axis_index(ALONG_K) * exchange.share_cols if exchange else 0
+
+
+def if_stores(exchange: Exchange | None, do: Callable[[], None]) -> None:
+  """Calls `do` where this CTA stores some of its tile: everywhere without exchange."""
+  if exchange is None:
+    do()
+  else:
+    pl.when(lax.axis_index(ALONG_K) < exchange.num_shares)(do)
 
 
 def share_cols(cols: int, size: int) -> int:

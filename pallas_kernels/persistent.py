@@ -49,6 +49,7 @@ from pallas_kernels import (
   specialised,
   tiles,
 )
+from pallas_kernels import exchange as exchanges
 from pallas_kernels import ring as rings
 from pallas_kernels.cluster_grid import ClusterGrid
 from pallas_kernels.exchange import Exchange
@@ -210,18 +211,15 @@ def run(
         index, m, n, result, end = tiles_of.locate(local)
         of_batch, first_k = operand_origin(index)
         starts = dict(lhs_start=share.row, rhs_start=share.col)
-        at = dict(wg=wg, batch=result, row=m + share.row, col=n + share.col)
-
-        def prefetch(col):
-          epilogue.prefetch(
-              c_gmem, refs, shape=stored_shape, of_batch=of_batch,
-              **at | {"col": at["col"] + col},
-          )
-
-        if exchange is None:
-          prefetch(0)
-        elif epilogue.reads:
-          exchange.of_share(prefetch)
+        place = dict(
+            row=m + share.row, col=n + share.col + exchanges.first_col(exchange)
+        )
+        vectors = epilogue.vectors(refs, shape=stored_shape, of_batch=of_batch, **place)
+        at = dict(wg=wg, batch=result, **place)
+        if epilogue.c is not None:
+          exchanges.if_stores(exchange, functools.partial(
+              epilogue.prefetch, c_gmem, refs, shape=stored_shape, **at
+          ))
 
         def multiply(acc, first, count):
           ring.consume(
@@ -272,14 +270,13 @@ def run(
               multiply_group, shape=wg_tile_shape, k_steps=k_steps, of=split, lost=lost
           )
 
-        def store(sums, col):
+        def store(sums):
           epilogue.store(
-              sums, out_gmem, c_gmem, refs, of_batch=of_batch, end=end,
-              **at | {"col": at["col"] + col},
+              sums, out_gmem, c_gmem, refs, vectors=vectors, end=end, **at
           )
 
         if exchange is None:
-          store(acc, 0)
+          store(acc)
         else:
           exchange.add_up(acc, refs, wg=wg, index=local, count=count, store=store)
 
@@ -294,7 +291,7 @@ def run(
           epilogue.store(
               accumulate.zeros(wg_tile_shape, problem.acc_dtype), out_gmem, c_gmem, refs,
               wg=wg, batch=place.result, row=place.m + share.row,
-              col=place.n + share.col, end=place.end, scaled=False,
+              col=place.n + share.col, end=place.end,
           )
 
         turns = lax.div(empty - first + teams - 1, jnp.int32(teams))

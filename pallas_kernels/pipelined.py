@@ -70,10 +70,6 @@ def launch(
 
   def _kernel(lhs_gmem, rhs_gmem, c_gmem, out_gmem, refs):
     batch, m, n = grid.locate(lax.axis_index("cta"))
-    call.epilogue.prefetch(
-        c_gmem, refs, shape=tile_shape, wg=0, batch=batch, row=m, col=n
-    )
-
     def _load(step, slot):
       full = refs["full"].at[slot]
       at = dict(batch=batch, k=step * config.tile_k)
@@ -89,6 +85,11 @@ def launch(
 
     for step in range(ahead):
       _load(jnp.int32(step), step)
+    at = dict(wg=0, batch=batch, row=m, col=n)
+    vectors = call.epilogue.vectors(
+        refs, shape=tile_shape, of_batch=batch, row=m, col=n
+    )
+    call.epilogue.prefetch(c_gmem, refs, shape=tile_shape, **at)
 
     def _pipeline(acc, first, count):
       def steady(step, slot):
@@ -108,9 +109,7 @@ def launch(
         _pipeline, shape=tile_shape, k_steps=k_steps, promote=config.promote,
         dtype=problem.acc_dtype,
     )
-    call.epilogue.store(
-        acc, out_gmem, c_gmem, refs, wg=0, batch=batch, row=m, col=n
-    )
+    call.epilogue.store(acc, out_gmem, c_gmem, refs, vectors=vectors, **at)
     call.epilogue.finish()
 
   scratch = dict(

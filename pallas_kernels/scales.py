@@ -10,17 +10,16 @@ Factors of blocks of k are in `block_scales`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 import dataclasses
 from typing import Any
 
 import jax
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import l2_prefetch, tiles
+from pallas_kernels import tiles
+from pallas_kernels.vectors import Vector
 
 ROWS, COLS = "row_scales", "col_scales"
 Ref = Any
@@ -39,44 +38,32 @@ class Scales:
   rows_batched: bool
   cols_batched: bool
 
-  def prefetch(
-      self, refs: Mapping[str, Ref], shape: tuple[int, int], *, batch, row, col
-  ) -> None:
-    """Asks the memory for the factors of a tile of `shape` at (row, col)."""
-    for factors, dim, start in self._factors(refs, batch, row, col):
-      l2_prefetch.prefetch(factors, start, shape[dim])
-
-  def apply(self, piece, refs: Mapping[str, Ref], *, batch, row, col):
-    """The factors times `piece`, sums [rows, cols] at (row, col) of product `batch`."""
-    for factors, dim, start in self._factors(refs, batch, row, col):
-      factors = plgpu.load(
-          factors.at[pl.ds(start, piece.shape[dim])],
-          layout=plgpu.Layout.WGMMA.reduce(1 - dim), optimized=False,
-      )
-      piece = piece * lax.broadcast_in_dim(factors, piece.shape, (dim,))
-    return piece
-
-  def _factors(
-      self, refs: Mapping[str, Ref], batch, row, col
-  ) -> Iterator[tuple[Ref, int, Any]]:
-    """Each vector in its turn, of rows (0) or columns (1), and where a tile's begin."""
-    for i in range(self.count):
-      for name, dim, start, batched in (
-          (ROWS, 0, row, self.rows_batched), (COLS, 1, col, self.cols_batched)
-      ):
-        yield refs[name].at[batch if batched else 0, i], dim, start
+  def vectors(
+      self, refs: Mapping[str, Ref], *, batch, row, col, emulated: bool
+  ) -> tuple[Vector, ...]:
+    """The factors of a tile at (row, col) of product `batch`, in their order."""
+    return tuple(
+        Vector(refs[name].at[batch if batched else 0, i], dim, start, emulated)
+        for i in range(self.count)
+        for name, dim, start, batched in (
+            (ROWS, 0, row, self.rows_batched), (COLS, 1, col, self.cols_batched)
+        )
+    )
 
 
 def make_scales(
-    row_scales: jax.Array, col_scales: jax.Array, config
+    row_scales: jax.Array, col_scales: jax.Array, config, *, emulated: bool
 ) -> tuple[Scales, dict[str, jax.Array]]:
-  """The facts, and the arrays [batch, count, .] padded to whole tiles of `config`."""
-  arrays = {}
-  for name, x, tile in (
-      (ROWS, row_scales, config.tile_m * config.cluster_m),
-      (COLS, col_scales, config.tile_n * config.cluster_n),
-  ):
-    pad = tiles.round_up(x.shape[2], tile) - x.shape[2]
-    arrays[name] = lax.pad(x, jnp.ones((), x.dtype), ((0, 0, 0), (0, 0, 0), (0, pad, 0)))
+  """The facts, and the arrays [batch, count, .]; emulated padded to whole tiles."""
+  arrays = {ROWS: row_scales, COLS: col_scales}
+  if emulated:
+    for name, tile in (
+        (ROWS, config.tile_m * config.cluster_m), (COLS, config.tile_n * config.cluster_n)
+    ):
+      x = arrays[name]
+      pad = tiles.round_up(x.shape[2], tile) - x.shape[2]
+      arrays[name] = lax.pad(
+          x, jnp.ones((), x.dtype), ((0, 0, 0), (0, 0, 0), (0, pad, 0))
+      )
   facts = Scales(row_scales.shape[1], row_scales.shape[0] > 1, col_scales.shape[0] > 1)
   return facts, arrays

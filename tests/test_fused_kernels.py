@@ -14,6 +14,7 @@ from pallas_kernels import KERNELS, TILE_KERNELS, activations
 from pallas_kernels.problem import Epilogue
 from tests import kernel_cases
 from tests.kernel_cases import LAYOUTS, lowered, make_problem, small_config
+from tests.product_cases import equations
 
 FULL = Epilogue(alpha=0.5, beta=1.0, c_dtype="bfloat16", has_bias=True,
                 activation="gelu", saves=True)
@@ -271,6 +272,51 @@ def test_lowers_for_cuda(kernel, n):
   assert f"jaxgemm_{kernel}" in lowered(kernel, problem, small_config(kernel))
 
 
+@pytest.mark.parametrize(
+    ("kernel", "fields"),
+    [*((kernel, {}) for kernel in TILE_KERNELS),
+     ("split_k", dict(splits=4, cluster_k=4)), ("direct", dict(splits=4)),
+     ("persistent", dict(swap=True, tile_n=64)),
+     ("persistent", dict(tile_n=256))],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "epilogue",
+    [Epilogue(beta=1.0, c_dtype="bfloat16"), Epilogue(has_bias=True)],
+    ids=["c", "bias"],
+)
+def test_what_is_added_is_asked_for_before_a_tile_is_multiplied(
+    kernel, fields, epilogue
+):
+  def asked(epilogue):
+    problem = make_problem(256, 512, 512, epilogue=epilogue)
+    types = [
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape, dtype in kernel_cases.operand_types(problem)
+    ]
+    run = lambda *x: KERNELS[kernel].launch(
+        x, problem, small_config(kernel, **fields), num_sms=132
+    )
+    names = [
+        eqn.primitive.name for eqn in equations(jax.make_jaxpr(run)(*types).jaxpr)
+    ]
+    before = names[: names.index("wgmma_ref")]
+    return sum(before.count(name) for name in ("copy_gmem_to_smem", "inline_mgpu_p"))
+
+  if kernel == "split_k" and not fields:
+    assert asked(epilogue) == asked(Epilogue())  # What adds up the sums adds it.
+  else:
+    assert asked(epilogue) > asked(Epilogue())
+
+
+@pytest.mark.parametrize("kernel", TILE_KERNELS)
+@pytest.mark.parametrize("n", [10, 1000, 1001])
+def test_no_pass_pads_a_bias(kernel, n):
+  problem = make_problem(64, n, 128, "NT", epilogue=Epilogue(has_bias=True))
+  config = small_config(kernel, tile_n=64)
+  assert "stablehlo.pad" not in lowered(kernel, problem, config)
+
+
 @pytest.mark.parametrize("n", [256, 257])
 def test_gated_lowers_for_cuda(n):
   problem = make_problem(256, n, 512, epilogue=dataclasses.replace(FULL, gated=True))
@@ -347,6 +393,23 @@ def test_gpu(kernel, fields, epilogue, widths, layouts):
     found = launch(kernel, problem, small_config(kernel, **fields), operands)
     for ours, its in zip(found, truth(problem, operands), strict=False):
       assert reference.relative_error(ours, its) < 8e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile_n", [32, 256])
+@pytest.mark.parametrize("n", [9, 24, 517, 520])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_biases_on_a_gpu(dtype, n, tile_n):
+  """Of every dtype, in registers and not, of columns that pairs divide and do not."""
+  problem = make_problem(
+      70, n, 128, epilogue=Epilogue(has_bias=True), out_dtype="float32"
+  )
+  lhs, rhs, bias = operands_of(problem)
+  operands, config = (lhs, rhs, bias.astype(dtype)), small_config("persistent")
+  config = dataclasses.replace(config, tile_n=tile_n)
+  found = launch("persistent", problem, config, operands)
+  wanted, *_ = truth(problem, operands)
+  assert np.abs(np.asarray(found[0]) - wanted).max() < 1e-3
 
 
 @pytest.mark.gpu

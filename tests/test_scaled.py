@@ -135,6 +135,18 @@ def test_sums_of_few_k_tiles(k, rng):
   assert reference.relative_error(result, truth) < 2e-7
 
 
+def test_no_pass_pads_factors_of_rows():
+  lhs, rhs = (jax.ShapeDtypeStruct(shape, E4M3) for shape in ((3, 256), (1000, 256)))
+  scales = [jax.ShapeDtypeStruct((size,), "float32") for size in (3, 1000)]
+  run = lambda lhs, rhs, rows, cols: jaxgemm.scaled_matmul(
+      lhs, rhs.T, rows[:, None], cols[None]
+  )
+  with jaxgemm.target("NVIDIA H200"):
+    lowered = jax.jit(run).trace(lhs, rhs, *scales).lower(lowering_platforms=("cuda",))
+  text = lowered.as_text()
+  assert "jaxgemm_persistent" in text and "stablehlo.pad" not in text
+
+
 def test_aligned_scales_are_not_copied():
   """TMA takes rows of factors as they are, if they are multiples of 16 bytes."""
 

@@ -70,6 +70,20 @@ def test_rows_of_the_product_alone_serve_what_is_added(problem, monkeypatch):
       assert getattr(chosen.config, "tile_m", None) == tile_m
 
 
+@pytest.mark.parametrize("tile_n, num_stages, kept", [(64, 13, 12), (256, 5, None)])
+def test_slots_of_a_row_make_room_for_what_is_added(
+    tile_n, num_stages, kept, monkeypatch
+):
+  """One in eight of them; of five that would be more."""
+  config = PersistentConfig(tile_m=64, tile_n=tile_n, consumers=1, num_stages=num_stages)
+  row = _row(config=dataclasses.asdict(config))
+  assert _planned(SQUARE, [row], monkeypatch).config == config
+  chosen = _planned(WITH_C, [row], monkeypatch)
+  assert (chosen.source == "table") == (kept is not None)
+  if kept is not None:
+    assert chosen.config == dataclasses.replace(config, num_stages=kept)
+
+
 @pytest.mark.parametrize(
     "m, rows, with_m",
     [(5, (16, 32), 16), (5, (8, 16), 8), (1, (16,), 16), (16, (32,), None),
