@@ -287,9 +287,18 @@ def _multiply(lhs, rhs, lhs_scale, rhs_scale, options: _Options) -> jax.Array:
         x.reshape(math.prod(batch), *x.shape[-2:]) for x in (lhs, rhs, rows, cols)
     )
   scaling, rows, cols = factors(rows, cols, n)
+  shared = (False, False)
+  if scaling == "rows":  # No pass makes many of one.
+    shared = lhs_scale.size == 1, rhs_scale.size == 1
+    rows, cols = (
+        jnp.broadcast_to(scale.reshape(()), lhs.shape[:1]) if one else several
+        for scale, several, one in zip(
+            (lhs_scale, rhs_scale), (rows, cols), shared, strict=True
+        )
+    )
   facts = Scaled(
       scaling, options.out_dtype, options.implementation, options.config,
-      options.batch_invariant, options.target,
+      options.batch_invariant, options.target, shared,
   )
   out = scaled_product(lhs, rhs, rows, cols, facts)
   return out.reshape(*batch, m, n)

@@ -16,6 +16,7 @@ from typing import Literal
 import jax
 from jax import lax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxgemm import plan as plans
 from jaxgemm import planned
@@ -43,6 +44,8 @@ class Scaled:
 
   Attributes:
     scaling: what has factors: "rows" and columns, or "blocks" of k.
+    shared: whether all rows have one factor, and all columns: rows or cols then lack
+      that dimension.
     out_dtype: dtype of the result, by name.
     implementation, config: as in jaxgemm.matmul.
     batch_invariant: whether a row's result must not depend on other rows.
@@ -56,6 +59,7 @@ class Scaled:
   config: Config | None
   batch_invariant: bool
   target: Target | None
+  shared: tuple[bool, bool] = (False, False)
   beside_collectives: bool = False
 
   whole = ""
@@ -64,7 +68,11 @@ class Scaled:
   def operands(self, count: int) -> tuple[str, ...]:
     """The dimensions of the operands: q are blocks of k, p those of n."""
     factors = {"rows": ("bm", "bn"), "blocks": ("bqm", "bqp")}[self.scaling]
-    return ("bmk", "bkn", *factors)[:count]
+    rows, cols = (
+        "b" if shared else dims
+        for shared, dims in zip(self.shared, factors, strict=True)
+    )
+    return ("bmk", "bkn", rows, cols)[:count]
 
 
 def scaled_product(lhs, rhs, rows, cols, facts: Scaled) -> jax.Array:
@@ -135,7 +143,7 @@ def _by_xla(lhs, rhs, rows, cols, *, facts: Scaled) -> jax.Array:
   numbers = (((2,), (1,)), ((0,), (0,)))
   if facts.scaling == "rows":
     out = lax.dot_general(lhs, rhs, numbers, preferred_element_type=jnp.float32)
-    out = out * rows[:, :, None] * cols[:, None, :]
+    out = out * rows.reshape(rows.shape[0], -1, 1) * cols.reshape(cols.shape[0], 1, -1)
   else:
     out = lax.dot_general(
         dequantise(lhs, rows.swapaxes(1, 2)), dequantise(rhs, cols), numbers,
@@ -154,6 +162,8 @@ def _batch(operands, axes, *, facts: Scaled):
   size = next(
       x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None
   )
+  operands = _unshared(operands, axes, facts.shared)
+  facts = dataclasses.replace(facts, shared=(False, False))
   lhs, rhs, rows, cols = operands
   if axes[1] is None and axes[3] is None:
     lhs = _mapped_at(-3, lhs, axes[0], size)  # In front of m.
@@ -170,6 +180,16 @@ def _batch(operands, axes, *, facts: Scaled):
   joined = (x.reshape(size * batch, *x.shape[2:]) for x in operands)
   out = scaled_p.bind(*joined, facts=facts)
   return out.reshape(size, batch, *out.shape[1:]), 0
+
+
+def _unshared(operands, axes, shared: tuple[bool, bool]):
+  """The operands with a factor for each row and column: a new batch may join these."""
+  lhs, rhs, *factors = operands
+  for i, (x, axis, dim) in enumerate(((lhs, axes[0], 1), (rhs, axes[1], 2))):
+    if shared[i]:
+      size = np.delete(x.shape, [] if axis is None else axis)[dim]
+      factors[i] = jnp.repeat(factors[i][..., None], size, -1)
+  return lhs, rhs, *factors
 
 
 def _mapped_at(place: int, x, axis: int | None, size: int):

@@ -117,12 +117,11 @@ def make_call(
   if halves is not None:
     lhs_and_rhs = halves.lhs, halves.rhs
     facts, by_name = make_scales(
-        halves.row_scales, halves.col_scales, config, emulated=emulated
+        halves.row_scales, halves.col_scales, result, config, emulated=emulated
     )
   elif result.epilogue.scaling == "rows":
-    facts, by_name = make_scales(
-        *(x[:, None] for x in operands[-2:]), config, emulated=emulated
-    )
+    rows, cols = (x.reshape(x.shape[0], 1, -1) for x in operands[-2:])
+    facts, by_name = make_scales(rows, cols, result, config, emulated=emulated)
   elif result.epilogue.scaling == "blocks":
     by_name = block_scales.prepare(*operands[-2:], config, emulated=emulated)
   elif parts.is_split(result) and not split.lhs_in_registers:

@@ -19,6 +19,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from pallas_kernels import tiles
+from pallas_kernels.problem import Problem
 from pallas_kernels.vectors import Vector
 
 ROWS, COLS = "row_scales", "col_scales"
@@ -52,15 +53,22 @@ class Scales:
 
 
 def make_scales(
-    row_scales: jax.Array, col_scales: jax.Array, config, *, emulated: bool
+    row_scales: jax.Array, col_scales: jax.Array, problem: Problem, config, *,
+    emulated: bool,
 ) -> tuple[Scales, dict[str, jax.Array]]:
-  """The facts, and the arrays [batch, count, .]; emulated padded to whole tiles."""
+  """The facts, and the arrays [batch, count, m or n], or 1: one factor for all.
+
+  Emulated they have one for each row and column of whole tiles.
+  """
   arrays = {ROWS: row_scales, COLS: col_scales}
   if emulated:
-    for name, tile in (
-        (ROWS, config.tile_m * config.cluster_m), (COLS, config.tile_n * config.cluster_n)
+    for name, size, tile in (
+        (ROWS, problem.m, config.tile_m * config.cluster_m),
+        (COLS, problem.n, config.tile_n * config.cluster_n),
     ):
       x = arrays[name]
+      if x.shape[2] == 1:
+        x = jnp.broadcast_to(x, (*x.shape[:2], size))
       pad = tiles.round_up(x.shape[2], tile) - x.shape[2]
       arrays[name] = lax.pad(
           x, jnp.ones((), x.dtype), ((0, 0, 0), (0, 0, 0), (0, pad, 0))

@@ -5,7 +5,7 @@ which nothing is hidden where a CTA has one tile. So they are asked for before a
 multiplied: into registers, where its sums leave some, else into the L2.
 
 On the chip a vector needs no padding: what lies beyond its end is read from its end, for
-elements of the result that nobody stores.
+elements of the result that nobody stores. So a vector of one element serves all.
 
 Source: `prefetch` of the PTX manual.
 """

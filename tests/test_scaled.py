@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+import contextlib
 import dataclasses
 import functools
 
@@ -145,6 +146,32 @@ def test_no_pass_pads_factors_of_rows():
     lowered = jax.jit(run).trace(lhs, rhs, *scales).lower(lowering_platforms=("cuda",))
   text = lowered.as_text()
   assert "jaxgemm_persistent" in text and "stablehlo.pad" not in text
+
+
+def test_one_factor_for_all_stays_one():
+  lhs, rhs = jnp.zeros((3, 256), E4M3), jnp.zeros((256, 1000), E4M3)
+  for scales, shapes in (
+      ((2.0, jnp.ones((1, 1))), [(1,), (1,)]),
+      ((jnp.ones((3, 1)), 2.0), [(1, 3), (1,)]),
+      ((1.0, jnp.ones((1, 1000))), [(1,), (1, 1000)]),
+      ((jnp.ones((3, 2)), 2.0), [(1, 2, 3), (1, 2, 8)]),  # Of blocks of k.
+  ):
+    eqns = equations(jax.make_jaxpr(jaxgemm.scaled_matmul)(lhs, rhs, *scales).jaxpr)
+    (found,) = (eqn for eqn in eqns if eqn.primitive.name == "jaxgemm_scaled")
+    assert [x.aval.shape for x in found.invars[2:]] == shapes
+
+
+@pytest.mark.parametrize("in_axes", [(0, None), (None, 0), (0, 0)])
+@pytest.mark.parametrize("emulated", [False, True])
+def test_vmap_of_one_factor_for_all(emulated, in_axes, rng):
+  lhs = normal(rng, *((3,) if in_axes[0] == 0 else ()), 8, 128).astype(E4M3)
+  rhs = normal(rng, 128, 16).astype(E4M3)
+  scales = jnp.asarray([1.0, -2.0, 3.0]) if in_axes[1] == 0 else jnp.float32(5)
+  run = lambda lhs, scale: jaxgemm.scaled_matmul(lhs, rhs, 0.5, scale)
+  with jaxgemm.emulate() if emulated else contextlib.nullcontext():
+    found = jax.vmap(run, in_axes)(lhs, scales)
+  wanted = 0.5 * wide(lhs) @ wide(rhs) * wide(scales).reshape(-1, 1, 1)
+  assert reference.relative_error(found, wanted) < 3.4e-3
 
 
 def test_aligned_scales_are_not_copied():
