@@ -43,6 +43,10 @@ class Model:
   direct_aligned: float = 0.039  # Of 16 bytes that each thread of a CTA loads,
   direct_shifted: float = 0.065  # and shifts,
   direct_crooked: float = 0.03  # more of rows that begin within lines.
+  direct_copied: float = 0.0105  # Of 16 bytes that are copied in place of that,
+  direct_copied_crooked: float = 0.0127  # more of rows that begin within lines,
+  direct_step: float = 0.093  # and of each k tile of them.
+  direct_copies_memory: float = 0.86  # Of the memory's time for these.
   direct_store: float = 0.165  # Of 64x64 elements of 16 bits,
   direct_odd: float = 0.23  # of rows that begin within 16 bytes.
   direct_cluster: float = 0.31  # Of clusters: to be launched, and to exchange.

@@ -43,7 +43,7 @@ from pallas_kernels.problem import ALONG_K, DirectConfig, Problem
 
 NAME = "direct"
 Config = DirectConfig
-MAX_SLOTS = 8  # k tiles that it holds; with more to multiply a pipeline is faster.
+MAX_SLOTS = 16  # k tiles that it holds; with more to multiply a pipeline is faster.
 LOADS_AT_ONCE = 16  # Of 16 or 32 bytes a thread.
 _WGMMA_K = 16  # Of 16 bits, that an instruction multiplies.
 
@@ -77,13 +77,22 @@ def smem_bytes(problem: Problem, config: DirectConfig) -> int:
 
   With splits, an inbox besides.
   """
-  slot = tiles.slot_bytes(problem, config.tile_m, config.tile_n, config.tile_k)
+  slots = num_slots(problem, config) * _slot_bytes(problem, config)
+  return slots + _other_bytes(problem, config)
+
+
+def _slot_bytes(problem: Problem, config: DirectConfig) -> int:
+  return tiles.slot_bytes(problem, config.tile_m, config.tile_n, config.tile_k)
+
+
+def _other_bytes(problem: Problem, config: DirectConfig) -> int:
+  """Shared memory beside the slots."""
   exchange, cols = make_exchange(config, emulated=False), config.tile_n
   inbox = 0
   if exchange is not None:
     inbox, cols = exchange.smem_bytes, exchange.share_cols
   staging = calls.epilogue_bytes(problem, cols, 1, by_registers=True)
-  return num_slots(problem, config) * slot + inbox + staging + tiles.BARRIER_BYTES
+  return inbox + staging + tiles.BARRIER_BYTES
 
 
 def make_exchange(config: DirectConfig, *, emulated: bool) -> Exchange | None:
@@ -99,8 +108,10 @@ def num_steps(problem: Problem, config: DirectConfig) -> int:
 
 
 def num_slots(problem: Problem, config: DirectConfig) -> int:
-  """k tiles that are loaded at once."""
-  return min(num_steps(problem, config), MAX_SLOTS)
+  """k tiles that are loaded at once: all, if there is room."""
+  room = tiles.SMEM_LIMIT_BYTES - _other_bytes(problem, config)
+  fit = max(1, room // _slot_bytes(problem, config))
+  return min(num_steps(problem, config), MAX_SLOTS, fit)
 
 
 def depths(problem: Problem, config: DirectConfig) -> tuple[int, ...]:

@@ -148,7 +148,8 @@ def test_direct(tile, layouts):
   """Rows of every alignment, of operands and of the result."""
   config = small_config("direct", tile_m=tile[0], tile_n=tile[1])
   for size in ((24, 208, 16), (265, 955, 21), (13, 50, 135), (300, 116, 240), (7, 9, 3),
-               (70, 88, 40), (129, 66, 80), (130, 72, 1100)):
+               (70, 88, 40), (129, 66, 80), (130, 72, 1100), (120, 104, 200),
+               (72, 1000, 1032)):
     problem = make_problem(*size, layouts, batch=2, lhs_batched=False)
     if KERNELS["direct"].supports(problem, config) is None:
       check("direct", problem, config)
@@ -160,7 +161,8 @@ def test_direct_of_ctas_that_share_k(splits, layouts):
   """Rows of every alignment, and ranks whose k tiles lie beyond k."""
   for tile in ((64, 64), (128, 64), (64, 48), (64, 16)):
     config = small_config("direct", tile_m=tile[0], tile_n=tile[1], splits=splits)
-    for size in ((24, 208, 512), (265, 955, 577), (13, 50, 699), (130, 72, 1100)):
+    for size in ((24, 208, 512), (265, 955, 577), (13, 50, 699), (130, 72, 1100),
+                 (120, 104, 712), (72, 200, 2056)):
       problem = make_problem(*size, layouts, batch=2, lhs_batched=False)
       if KERNELS["direct"].supports(problem, config) is None:
         check("direct", problem, config)

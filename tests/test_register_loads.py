@@ -11,7 +11,7 @@ import pytest
 
 from pallas_kernels import direct, tiles
 from pallas_kernels.problem import DirectConfig, Problem
-from pallas_kernels.register_loads import CHUNK, RegisterLoads
+from pallas_kernels.register_loads import CHUNK, RegisterLoads, are_copied
 from tests.kernel_cases import lowered, make_problem, small_config
 
 WIDTH = 64  # Elements of a block's row.
@@ -110,8 +110,39 @@ def test_threads_beyond_the_depth_of_a_row_take_what_others_take(k, some):
         (240, dict(promote=4), (64, 64, 64, 48)),
         (240, dict(promote=2), (64,) * 4),  # The last is added with the one before.
         (240, dict(splits=2), (64,) * 2),  # Of CTAs with other shares.
-        (8 * 64 + 8, {}, (64,) * 8),  # The groups of k tiles are alike.
+        (16 * 64 + 8, {}, (64,) * 13),  # The groups of k tiles are alike.
     ],
 )
 def test_direct_loads_no_more_of_the_last_k_tile_than_there_is(k, fields, depths):
   assert direct.depths(Problem(100, 100, k), DirectConfig(**fields)) == depths
+
+
+@pytest.mark.parametrize(
+    ("size", "layouts", "copied"),
+    [
+        ((256, 256, 64), "NN", True), ((256, 256, 384), "TT", True),
+        ((256, 256, 24), "NT", False),  # Few.
+        ((256, 250, 384), "NN", False), ((250, 256, 384), "TN", False),  # Shifted.
+    ],
+    ids=str,
+)
+def test_many_aligned_chunks_are_copied(size, layouts, copied):
+  problem, config = make_problem(*size, layouts), DirectConfig(64, 64)
+  loads = [each for _, each in direct.loads(problem, config)]
+  assert are_copied(loads) == copied
+  module = lowered("direct", problem, config)
+  assert ("cp.async.cg" in module) == ("cp.async.wait_all" in module) == copied
+  assert ("ld.global" in module) == (not copied)
+
+
+@pytest.mark.parametrize(
+    ("fields", "k", "slots"),
+    [(dict(), 320, 5), (dict(), 2560, 13), (dict(tile_n=16), 2560, 16),
+     (dict(tile_m=128), 2560, 9), (dict(splits=8), 25600, 11)],
+    ids=str,
+)
+def test_direct_has_as_many_slots_as_there_is_room_for(fields, k, slots):
+  problem = make_problem(512, 512, k, "NT")
+  config = DirectConfig(**dict(tile_m=64, tile_n=64) | fields)
+  assert direct.num_slots(problem, config) == slots
+  assert direct.supports(problem, config) is None
