@@ -51,8 +51,9 @@ def pytest_collection_modifyitems(items):
 def _sample(items):
   """Has the smaller sets have some cases of tests that have many.
 
-  The short set has the first case of a test and about a quarter of the others; of slow
-  ones with four cases or more `make test` has the first and half of the others.
+  The short set has the first case of a test and about an eighth of the others; `make
+  test` has the first and a third of the others of slow ones with four cases or more, and
+  of those with twelve or more half of them.
   """
   slow, more = pytest.mark.slow, pytest.mark.more
   tests = collections.defaultdict(list)
@@ -62,9 +63,10 @@ def _sample(items):
   for cases in tests.values():
     for item in cases[1:]:
       drawn = zlib.crc32(item.nodeid.encode())  # The same in every process.
-      if "slow" in item.keywords and len(cases) >= 4 and drawn % 2:
+      is_slow = "slow" in item.keywords and len(cases) >= 4
+      if drawn % 3 if is_slow else len(cases) >= 12 and drawn % 2:
         item.add_marker(more)
-      elif drawn % 4:
+      if drawn % 8:
         item.add_marker(slow)
 
 
