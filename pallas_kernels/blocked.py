@@ -83,9 +83,8 @@ def launch(
       lax.fori_loop(jnp.int32(0), jnp.int32(count), step, None)
 
     acc = accumulate.sum_over_k(
-        _multiply, shape=tile_shape,
-        k_steps=tiles.cdiv(problem.k, config.tile_k), promote=config.promote,
-        dtype=problem.acc_dtype,
+        _multiply, shape=tile_shape, k_steps=tiles.cdiv(problem.k, config.tile_k),
+        promote=config.promote, dtype=problem.acc_dtype,
     )
     call.epilogue.store(acc, out_gmem, c_gmem, refs, vectors=vectors, **at)
     call.epilogue.finish()

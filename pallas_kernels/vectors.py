@@ -66,7 +66,7 @@ class Vector:
   def ask(self, count: int, pieces: Iterable[tuple[int, int]], *, early: bool) -> None:
     """Asks for `count` elements: if `early` for `pieces` (place, count) in registers."""
     if early:
-      for place, size in set(pieces):
+      for place, size in dict.fromkeys(pieces):
         self.kept[place] = self._load(place, size)
     elif not self.emulated:
       _prefetch(self.ref, self.start, count)
