@@ -104,12 +104,10 @@ def with_room(problem: Problem, kernel: str, config: Config) -> Config | None:
   Its slots leave room for what is fused: up to one of eight. None: it does not serve.
   """
   most = getattr(config, "num_stages", 0)
-  for stages in range(most, most - most // 8 - 1, -1):
-    if most:
-      config = dataclasses.replace(config, num_stages=stages)
-    if ALL_KERNELS[kernel].supports(problem, config) is None:
-      return config
-  return None
+  fewer = (most - less for less in range(1, most // 8 + 1))
+  configs = [config, *(dataclasses.replace(config, num_stages=n) for n in fewer)]
+  serves = (c for c in configs if ALL_KERNELS[kernel].supports(problem, c) is None)
+  return next(serves, None)
 
 
 def _bytes_at_once(

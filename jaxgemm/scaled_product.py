@@ -16,7 +16,6 @@ from typing import Literal
 import jax
 from jax import lax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxgemm import plan as plans
 from jaxgemm import planned
@@ -187,8 +186,8 @@ def _unshared(operands, axes, shared: tuple[bool, bool]):
   lhs, rhs, *factors = operands
   for i, (x, axis, dim) in enumerate(((lhs, axes[0], 1), (rhs, axes[1], 2))):
     if shared[i]:
-      size = np.delete(x.shape, [] if axis is None else axis)[dim]
-      factors[i] = jnp.repeat(factors[i][..., None], size, -1)
+      sizes = [size for place, size in enumerate(x.shape) if place != axis]
+      factors[i] = jnp.repeat(factors[i][..., None], sizes[dim], -1)
   return lhs, rhs, *factors
 
 

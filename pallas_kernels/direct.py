@@ -45,7 +45,7 @@ from pallas_kernels.problem import ALONG_K, DirectConfig, Problem
 
 NAME = "direct"
 Config = DirectConfig
-MAX_SLOTS = 16  # k tiles that it holds; with more to multiply a pipeline is faster.
+MAX_SLOTS = 16  # k tiles that it holds; more have not been measured.
 LOADS_AT_ONCE = 16  # Of 16 or 32 bytes a thread.
 _WGMMA_K = 16  # Of 16 bits, that an instruction multiplies.
 

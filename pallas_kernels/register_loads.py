@@ -171,8 +171,10 @@ def check_columns(tile_n: int) -> str | None:
 class _Tile:
   """One tile, and what this thread has of each of its blocks."""
 
-  def __init__(self, loads: RegisterLoads, source, target, batch, row, col):
-    self.loads = loads
+  def __init__(
+      self, loads: RegisterLoads, copied: bool, source, target, batch, row, col
+  ):
+    self.loads, self._copied = loads, copied
     shape = ir.MemRefType(source.type).shape
     self._source = i64_address(mgpu.utils.memref_ptr(source))
     self._last_byte = const64(2 * math.prod(shape) - 1)
@@ -211,11 +213,9 @@ class _Tile:
     )
     return arith.addi(self._source, arith.shli(element, const64(1)))
 
-  def readers(
-      self, masked: bool, copied: bool
-  ) -> list[Callable[[], Callable[[], None]]]:
+  def readers(self, masked: bool) -> list[Callable[[], Callable[[], None]]]:
     """For each chunk: what starts its loads, and returns what stores it."""
-    read = self._masked(copied) if masked else self._within_k(copied)
+    read = self._masked() if masked else self._within_k()
     return [functools.partial(self._start, read, *at) for at in self.loads.blocks()]
 
   def _start(self, read, row: int, col: int) -> Callable[[], None]:
@@ -235,7 +235,7 @@ class _Tile:
 
     return store
 
-  def _within_k(self, copied: bool):
+  def _within_k(self):
     """Reads the chunk of a block, all of which lies within k."""
     loads, row, col = self.loads, self._row, self._col
     if loads.has_edge and loads.k_major:
@@ -259,7 +259,7 @@ class _Tile:
         inside = less(arith.addi(self._col, i32(block_col)), loads.cols)
         by_cols = arith.select(inside, by_cols, const64(0))
       piece = arith.addi(first, arith.addi(by_rows, by_cols))
-      if copied:
+      if self._copied:
         return _copy_16_bytes(target, piece)
       words = load_16_bytes(piece)
       if loads.aligned:
@@ -272,7 +272,7 @@ class _Tile:
 
     return read
 
-  def _masked(self, copied: bool):
+  def _masked(self):
     """Reads the chunk of a block: zeros for what lies beyond k."""
     loads = self.loads
     address = self._address(self._row, self._col)
@@ -295,7 +295,7 @@ class _Tile:
       piece = arith.addi(
           first, const64(2 * (block_row * loads.cols + block_col))
       )
-      if copied:
+      if self._copied:
         return _copy_16_bytes(target, piece, arith.andi(inside, some))
       words = load_16_bytes(piece, arith.andi(inside, some))
       if loads.aligned:
@@ -340,12 +340,12 @@ def load(
   def run(_, *args):
     refs, places = args[:len(types)], [x.registers.item() for x in args[len(types):]]
     found = [
-        _Tile(loads, *refs[2 * i : 2 * i + 2], *places[3 * i : 3 * i + 3])
+        _Tile(loads, copied, *refs[2 * i : 2 * i + 2], *places[3 * i : 3 * i + 3])
         for i, loads in enumerate(all_loads)
     ]
 
     def fill(masked: bool) -> None:
-      chunks = [start for tile in found for start in tile.readers(masked, copied)]
+      chunks = [start for tile in found for start in tile.readers(masked)]
       for first in range(0, len(chunks), at_once):
         stores = [start() for start in chunks[first : first + at_once]]
         for store in stores:
