@@ -60,10 +60,7 @@ def launch(
   def _kernel(lhs_gmem, rhs_gmem, c_gmem, out_gmem, refs):
     batch, m, n = grid.locate(lax.axis_index("cta"))
     at = dict(wg=0, batch=batch, row=m, col=n)
-    vectors = call.epilogue.vectors(
-        refs, shape=tile_shape, of_batch=batch, row=m, col=n
-    )
-    call.epilogue.prefetch(c_gmem, refs, shape=tile_shape, **at)
+    vectors = call.epilogue.begin(c_gmem, refs, shape=tile_shape, **at)
 
     def _load(k):
       full = refs["full"].at[0]

@@ -32,15 +32,13 @@ Source: the loads are those of `register_loads`; measured against `pipelined`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-import functools
 
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels import accumulate, calls, operand_tiles, register_loads, tiles
-from pallas_kernels import exchange as exchanges
-from pallas_kernels.exchange import Exchange
+from pallas_kernels.exchange import Exchange, first_col
 from pallas_kernels.problem import ALONG_K, DirectConfig, Problem
 
 NAME = "direct"
@@ -169,14 +167,10 @@ def launch(
       exchange.start(refs, wg=0)
       begin = lax.axis_index(ALONG_K) * k_steps
 
-    place = dict(row=m, col=n + exchanges.first_col(exchange))
-    shape = config.tile_m, stored_cols
-    vectors = call.epilogue.vectors(refs, shape=shape, of_batch=batch, **place)
-    at = dict(wg=0, batch=batch, **place)
-    if call.epilogue.c is not None:
-      exchanges.if_stores(exchange, functools.partial(
-          call.epilogue.prefetch, c_gmem, refs, shape=shape, **at
-      ))
+    at = dict(wg=0, batch=batch, row=m, col=n + first_col(exchange))
+    vectors = call.epilogue.begin(
+        c_gmem, refs, shape=(config.tile_m, stored_cols), exchange=exchange, **at
+    )
 
     def _load(first, count):
       """Brings k tiles first .. first + count - 1 of this CTA into the first slots."""

@@ -24,8 +24,7 @@ its slot, which then holds rows of the result; so does a slot of c, which is rea
 transposed.
 
 `c` is read the same way back (flat or tiled; `prepare_c` pads a bad stride), two pieces
-ahead: kernels `prefetch` the first two of a tile, which travel while they multiply, as
-its `vectors` do.
+ahead: the first two of a tile travel while kernels multiply, as its vectors do (`begin`).
 """
 
 from __future__ import annotations
@@ -47,6 +46,7 @@ from pallas_kernels import (
   run_stores,
   tiles,
 )
+from pallas_kernels.exchange import Exchange, if_stores
 from pallas_kernels.fragments import RowOrder
 from pallas_kernels.problem import Problem
 from pallas_kernels.scales import Scales
@@ -216,11 +216,26 @@ class Epilogue:
       )
     return scratch
 
-  def vectors(self, refs, *, shape: tuple[int, int], of_batch, row, col) -> Vectors:
-    """Asks for the vectors of a tile of `shape` at (row, col) of product `of_batch`.
+  def begin(
+      self, c_gmem: Refs, refs, *, shape: tuple[int, int], wg, batch, row, col,
+      of_batch=None, exchange: Exchange | None = None,
+  ) -> Vectors:
+    """Asks for what is fused into a tile of `shape` at (row, col), as early as may be.
 
-    To be handed to `store`; call it, as `prefetch`, as early as may be.
+    That is of product `of_batch`, if not of the index `batch` of the result. Where CTAs
+    `exchange` their sums, those that store some ask for c.
+    Returns the vectors of the tile, for `store`.
     """
+    of_batch = batch if of_batch is None else of_batch
+    vectors = self._vectors(refs, shape=shape, of_batch=of_batch, row=row, col=col)
+    if self.c is not None:
+      if_stores(exchange, functools.partial(
+          self._prefetch, c_gmem, refs, shape=shape, wg=wg, batch=batch, row=row, col=col
+      ))
+    return vectors
+
+  def _vectors(self, refs, *, shape: tuple[int, int], of_batch, row, col) -> Vectors:
+    """Asks for the vectors of a tile."""
     factors, biases = (), ()
     if self.scales:
       factors = self.scales.vectors(
@@ -238,7 +253,7 @@ class Epilogue:
       each.ask(shape[each.dim], pieces, early=sums <= MOST_SUMS)
     return Vectors(factors, biases)
 
-  def prefetch(
+  def _prefetch(
       self, c_gmem: Refs, refs, *, shape: tuple[int, int], wg, batch, row, col
   ) -> None:
     """Starts to load the first pieces of each c for a tile of `shape` at (row, col)."""
@@ -256,8 +271,8 @@ class Epilogue:
     `vectors` are those of the tile; zeros have none, which factors might make NaN.
     Rows of the result from `end` on are others', if it is given.
 
-    Call `prefetch` before, as early as may be. Waits for the staging slot that it uses
-    next, never for the last store: call `finish` before the kernel ends.
+    Call `begin` before. Waits for the staging slot that it uses next, never for the last
+    store: call `finish` before the kernel ends.
     """
     epilogue = self.problem.epilogue
     rows, cols = acc.shape[0], acc.shape[1] // (1 + epilogue.gated)

@@ -49,10 +49,9 @@ from pallas_kernels import (
   specialised,
   tiles,
 )
-from pallas_kernels import exchange as exchanges
 from pallas_kernels import ring as rings
 from pallas_kernels.cluster_grid import ClusterGrid
-from pallas_kernels.exchange import Exchange
+from pallas_kernels.exchange import Exchange, first_col
 from pallas_kernels.grouped_grid import GroupedGrid
 from pallas_kernels.problem import PersistentConfig, Problem
 
@@ -211,15 +210,13 @@ def run(
         index, m, n, result, end = tiles_of.locate(local)
         of_batch, first_k = operand_origin(index)
         starts = dict(lhs_start=share.row, rhs_start=share.col)
-        place = dict(
-            row=m + share.row, col=n + share.col + exchanges.first_col(exchange)
+        at = dict(
+            wg=wg, batch=result, row=m + share.row,
+            col=n + share.col + first_col(exchange),
         )
-        vectors = epilogue.vectors(refs, shape=stored_shape, of_batch=of_batch, **place)
-        at = dict(wg=wg, batch=result, **place)
-        if epilogue.c is not None:
-          exchanges.if_stores(exchange, functools.partial(
-              epilogue.prefetch, c_gmem, refs, shape=stored_shape, **at
-          ))
+        vectors = epilogue.begin(
+            c_gmem, refs, shape=stored_shape, of_batch=of_batch, exchange=exchange, **at
+        )
 
         def multiply(acc, first, count):
           ring.consume(

@@ -86,10 +86,7 @@ def launch(
     for step in range(ahead):
       _load(jnp.int32(step), step)
     at = dict(wg=0, batch=batch, row=m, col=n)
-    vectors = call.epilogue.vectors(
-        refs, shape=tile_shape, of_batch=batch, row=m, col=n
-    )
-    call.epilogue.prefetch(c_gmem, refs, shape=tile_shape, **at)
+    vectors = call.epilogue.begin(c_gmem, refs, shape=tile_shape, **at)
 
     def _pipeline(acc, first, count):
       def steady(step, slot):
