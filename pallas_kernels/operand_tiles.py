@@ -23,15 +23,17 @@ seven ways (`Operand.way`):
            converted by consumers (see `conversions`).
 
 The first three want a row stride that is a multiple of 16 bytes; flat and chunks serve
-any size, as TMA fills what lies outside with zeros. What does not fit is padded before
-(see `preparing`). In the emulator every copy is a tiled one: it gives each view
-of shared memory a memory of its own, and has no rule about sizes.
+any size: TMA fills what lies beyond k with zeros, and rows and chunks beyond the last are
+not loaded. What does not fit is padded before (see `preparing`). In the emulator every
+copy is a tiled one: it gives each view of shared memory a memory of its own, and has no
+rule about sizes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -202,11 +204,11 @@ class Operand:
     slots = self._views(slots)[0]
     slot, size = slot * self.num_parts + part, self.array_mn
 
-    def copy(array, dst, rows, cols):
+    def copy(array, dst, rows, cols, wanted=True):
       source = gmem[0 if self.packed else part + array]
-      plgpu.copy_gmem_to_smem(
-          source.at[batch, pl.ds(*rows), pl.ds(*cols)], dst, barrier,
-          collective_axes=collective_axes,
+      _copy_if(
+          wanted, source.at[batch, pl.ds(*rows), pl.ds(*cols)], dst, barrier,
+          collective_axes=collective_axes, emulated=self.emulated,
       )
 
     if self.way == "converted":
@@ -217,28 +219,65 @@ class Operand:
         copy(0, slots.at[slot, chunk], (first, rows), cols)
       return
     if self.way == "chunks":
-      width = tiles.swizzle_elems(self.dtype)
-      for i in range(self._num_chunks):
-        array, first = divmod(i * width, size)
-        begin = mn + first + self._origin(array)
-        copy(array, slots.at[slot, i], (k, self.tile_k), (begin, width))
+      self._load_chunks(copy, slots.at[slot], mn, k)
       return
     for array in range(self.num_arrays):
-      begin, from_mn = array * size, mn + self._origin(array)
+      begin, origin = array * size, self._origin(array)
       if self.way == "tiled":
         for first, rows in self._boxes:
           box = slots.at[slot, pl.ds(first, rows), pl.ds(begin, size)]
-          copy(array, box, (k + first, rows), (from_mn, size))
-      elif self.mn < size <= tiles.TMA_BOX_LIMIT:
-        # Rows beyond the last are not worth the time to fill them with zeros: what
-        # comes of them is not stored. Each CTA of a cluster loads whole rows of tiles.
-        rows = tiles.round_up(self.mn, 8 * cluster)
-        box = slots.at[slot, pl.ds(begin, rows)]
-        copy(array, box, (from_mn, rows), (k, self.tile_k))
+          copy(array, box, (k + first, rows), (mn + origin, size))
       else:
-        for first, rows in self._boxes:
-          box = slots.at[slot, pl.ds(begin + first, rows)]
-          copy(array, box, (from_mn + first, rows), (k, self.tile_k))
+        copy_rows = functools.partial(copy, array, cols=(k, self.tile_k))
+        self._load_rows(copy_rows, slots.at[slot], begin, mn, origin, cluster)
+
+  def _load_chunks(self, copy, slot: Ref, mn, k) -> None:
+    """Loads the chunks of the tile at (mn, k): those that have any of mn."""
+    width, size = tiles.swizzle_elems(self.dtype), self.array_mn
+
+    def load(all_wanted: bool) -> None:
+      for i in range(self._num_chunks):
+        array, first = divmod(i * width, size)
+        cols = mn + first + self._origin(array), width
+        wanted = all_wanted or mn + first < self.mn
+        copy(array, slot.at[i], (k, self.tile_k), cols, wanted)
+
+    if self._last_mn == size:
+      load(True)
+      return
+    pl.when(mn + size <= self.mn)(lambda: load(True))
+    pl.when(mn + size > self.mn)(lambda: load(False))
+
+  def _load_rows(self, copy, slot: Ref, begin: int, mn, origin, cluster: int) -> None:
+    """Loads the rows of one array's tile at `mn` to those of a slot from `begin` on.
+
+    Of the last tile no more than it has: each CTA of a cluster whole rows of tiles.
+    """
+
+    def load(num_rows: int, wanted=True) -> None:
+      for first, rows in self._boxes:
+        some = num_rows > first
+        rows = min(rows, num_rows - first) if some else rows
+        to, at = slot.at[pl.ds(begin + first, rows)], (mn + origin + first, rows)
+        copy(to, at, wanted=wanted if some else False)
+
+    size, last = self.array_mn, tiles.round_up(self._last_mn, 8 * cluster)
+    if self.mn < size or last >= size:
+      load(min(last, size))
+      return
+    start = self.mn - self._last_mn  # A tile of a group of rows may begin behind it.
+    pl.when(mn < start)(lambda: load(size))
+    pl.when(mn == start)(lambda: load(last))
+    pl.when(mn > start)(lambda: load(size, mn < self.mn))
+
+  @property
+  def _last_mn(self) -> int:
+    """The share of mn that the last tile has of one array.
+
+    What lies beyond is not loaded: what comes of it is not stored, and TMA takes twice as
+    long to fill a row with zeros as to bring one.
+    """
+    return self.mn % self.array_mn or self.array_mn
 
   def _origin(self, array: int) -> int:
     """Where the array begins along mn."""
@@ -361,6 +400,22 @@ class Prepared:
     operands = self.lhs_operand, self.rhs_operand
     loads = any(operand.way == "loads" for operand in operands)
     return sum(operand.num_copies for operand in operands) + loads
+
+
+def _copy_if(
+    wanted, source: Ref, dst: Ref, barrier: Ref, *, collective_axes, emulated: bool
+) -> None:
+  """Copies where that is wanted; the barrier has its arrival all the same."""
+  copy = functools.partial(
+      plgpu.copy_gmem_to_smem, source, dst, barrier, collective_axes=collective_axes
+  )
+  if wanted is True:
+    copy()
+  elif emulated:  # It knows no predicates.
+    pl.when(wanted)(copy)
+    pl.when(jnp.logical_not(wanted))(lambda: plgpu.barrier_arrive(barrier))
+  else:
+    copy(predicate=jnp.asarray(wanted))
 
 
 def multiply_fragments(acc: Ref, lhs: jax.Array, prepared: Prepared, slots: Ref, slot):

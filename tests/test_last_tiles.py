@@ -1,0 +1,86 @@
+"""The last tile of an operand: what lies beyond it is not loaded."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import KERNELS
+from pallas_kernels.problem import Problem
+from tests.kernel_cases import (
+  check,
+  make_problem,
+  mostly_slow,
+  operand_types,
+  small_config,
+)
+
+# (kernel, fields, sizes, layouts): last tiles of fewer rows, or chunks, than others.
+CASES = (
+    ("persistent", dict(tile_m=64, tile_n=320, consumers=1), (72, 328, 200), "NT"),
+    ("persistent", dict(cluster_m=2), (328, 72, 140), "NT"),  # A CTA works outside.
+    ("persistent", dict(cluster_n=2), (72, 328, 140), "TN"),
+    ("persistent", dict(tile_m=192, wg_dim="tile"), (200, 136, 140), "TT"),
+    ("persistent", dict(cluster_m=2, cluster_n=2), (152, 136, 140), "NT"),
+    ("persistent", dict(tile_n=48, swap=True, cluster_m=2), (72, 328, 140), "NN"),
+    ("split_k", dict(tile_n=192, cluster_k=2), (136, 264, 200), "NT"),
+    ("pipelined", dict(tile_m=64, tile_n=192), (72, 200, 140), "NN"),
+    ("pipelined", dict(tile_m=64), (72, 136, 140), "TT"),
+    ("blocked", {}, (136, 200, 140), "TN"),
+)
+
+
+@pytest.mark.parametrize("case", mostly_slow(CASES, 4), ids=str)
+def test_results_are_right(case):
+  kernel, fields, sizes, layouts = case
+  problem = make_problem(*sizes, layouts)
+  check(kernel, problem, small_config(kernel, **fields), num_sms=4)
+
+
+def _copies(kernel: str, fields: dict, problem: Problem) -> list[tuple[bool, int, int]]:
+  """(whether only if it is wanted, rows, columns) of the copies into shared memory."""
+  operands = [
+      jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+      for shape, dtype in operand_types(problem)
+  ]
+  config = small_config(kernel, **fields)
+  text = str(jax.make_jaxpr(
+      lambda *x: KERNELS[kernel].launch(x, problem, config, num_sms=132)
+  )(*operands))
+  copy = r"copy_gmem_to_smem(\[.*\])? \w+\[0,\w+:\w+\+(\d+),\w+:\w+\+(\d+)\] ->"
+  return [
+      ("predicate" in options, int(rows), int(cols))
+      for options, rows, cols in re.findall(copy, text)
+  ]
+
+
+@pytest.mark.parametrize("kernel", ["persistent", "pipelined"])
+def test_rows_beyond_the_last_are_not_loaded(kernel):
+  """328 rows are two tiles of 128, and 72; 200 one, and 72."""
+  copies = _copies(kernel, {}, make_problem(328, 200, 128, "NT"))
+  whole = [rows for predicated, rows, _ in copies if not predicated]
+  assert sorted(set(whole)) == [72, 128]
+  # Behind the last: nowhere but in a cluster, or a group of rows.
+  assert {rows for predicated, rows, _ in copies if predicated} == {128}
+
+
+def test_clusters_share_the_rows_of_the_last_tile():
+  """Each CTA copies whole rows of tiles of 8 rows: 72 rows are 80 for two."""
+  copies = _copies("persistent", dict(cluster_n=2), make_problem(200, 512, 128, "NT"))
+  assert {rows for predicated, rows, _ in copies if not predicated} == {128, 80}
+
+
+def test_no_copy_asks_where_tiles_divide_the_operand():
+  for layouts in ("NT", "TN"):
+    copies = _copies("persistent", {}, make_problem(256, 384, 128, layouts))
+    assert copies and not any(predicated for predicated, *_ in copies)
+
+
+def test_chunks_beyond_the_last_are_not_loaded():
+  """Whole tiles do not ask; in the last, each chunk of 64 columns does."""
+  copies = _copies("persistent", {}, make_problem(200, 328, 128, "TN"))
+  assert set(copies) == {(False, 64, 64), (True, 64, 64)}
+  assert sum(predicated for predicated, *_ in copies) * 2 == len(copies)
