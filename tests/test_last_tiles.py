@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import KERNELS
+from pallas_kernels import KERNELS, operand_tiles
 from pallas_kernels.problem import Problem
 from tests.kernel_cases import (
   check,
@@ -84,3 +86,45 @@ def test_chunks_beyond_the_last_are_not_loaded():
   copies = _copies("persistent", {}, make_problem(200, 328, 128, "TN"))
   assert set(copies) == {(False, 64, 64), (True, 64, 64)}
   assert sum(predicated for predicated, *_ in copies) * 2 == len(copies)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+  """A reference that only tells what part of it was asked for."""
+
+  index: Any = None
+
+  @property
+  def at(self):
+    return self
+
+  def __getitem__(self, index):
+    return _Place(index)
+
+
+@pytest.mark.parametrize(
+    "way, mn, sizes",
+    [
+        ("flat", 328, {0: [128], 128: [128], 256: [72], 384: []}),
+        # No tile of `persistent` begins there, but one of a group of rows may.
+        ("flat", 328, {200: [128], 264: [128]}),
+        ("flat", 256, {0: [128], 128: [128]}),
+        ("chunks", 296, {0: [64, 64], 128: [64, 64], 256: [64], 384: []}),
+    ],
+)
+def test_what_each_tile_loads(way, mn, sizes, monkeypatch):
+  operand = operand_tiles.Operand(
+      is_lhs=True, k_major=way == "flat", tile_mn=128, tile_k=64, dtype="bfloat16",
+      batched=False, mn=mn, k=64, way=way, emulated=False,
+  )
+  for start, expected in sizes.items():
+    copied = []
+
+    def copy(source, dst, barrier, *, collective_axes, predicate=True, copied=copied):
+      if predicate:
+        _, rows, cols = source.index
+        copied.append((rows if operand.k_major else cols).size)
+
+    monkeypatch.setattr(operand_tiles.plgpu, "copy_gmem_to_smem", copy)
+    operand.load([_Place()], _Place(), 0, _Place(), batch=0, mn=start, k=0)
+    assert copied == expected, start
