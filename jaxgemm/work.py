@@ -14,6 +14,7 @@ from pallas_kernels import (
   parts,
   run_loads,
   specialised,
+  staging,
   tiles,
   ways,
 )
@@ -192,7 +193,7 @@ class Work:
     row_bytes = cols * self.asked.out_itemsize
     if row_bytes % tiles.SWIZZLE_BYTES == 0:
       return 0
-    rows = operand_passes.warpgroup_tile(self.config)[0] // epilogue.PIECE_ROWS
+    rows = operand_passes.warpgroup_tile(self.config)[0] // staging.PIECE_ROWS
     fewest = rows * tiles.cdiv(row_bytes, tiles.SWIZZLE_BYTES)
     return max(specialised.pieces(self.asked, self.config) - fewest, 0)
 

@@ -33,8 +33,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels import accumulate, activations, compat, tiles
-from pallas_kernels.epilogue import NUM_SLOTS, PIECE_ROWS, Staging
 from pallas_kernels.problem import NONE, Activation
+from pallas_kernels.staging import NUM_SLOTS, PIECE_ROWS, Staging
 
 NAME = "cotangents"
 NUM_WGS = 2  # Of a CTA. More of them, with less on the way for each, were 5% slower.

@@ -5,7 +5,7 @@ Or alpha, the activation's slopes at c, cast, store.
 The result leaves in pieces of 64 rows x up to 128 bytes. Where those do not divide the
 tile, the last one begins earlier: what it has in common with the one before is stored
 twice, the same bits each time. Each piece goes from registers into a staging slot in
-shared memory and from there to GMEM, in one of four ways (`Staging.way`):
+shared memory and from there to GMEM, in one of four ways (`staging.Staging.way`):
 
   flat    a TMA copy from an untiled view of the slot: any m and n whose row
           stride is a multiple of 16 bytes (TMA clips what lies outside);
@@ -44,115 +44,20 @@ from pallas_kernels import (
   partial_stores,
   register_stores,
   run_stores,
+  staging,
   tiles,
 )
 from pallas_kernels.exchange import Exchange, if_stores
 from pallas_kernels.fragments import RowOrder
 from pallas_kernels.problem import Problem
 from pallas_kernels.scales import Scales
+from pallas_kernels.staging import NUM_SLOTS, PIECE_ROWS, Staging
 from pallas_kernels.vectors import MOST_SUMS, Vector
 
-PIECE_ROWS = 64
-NUM_SLOTS = 2
 BIASES, OTHERS = ("bias", "bias_of_other"), ("other", "another")
 C_SLOTS = ("c_slots", "other_c_slots")
 Ref = Any
 Refs = tuple[Ref, ...]
-
-LEAST_BYTES = 32  # Of a piece's rows: Mosaic has no narrower swizzle.
-
-
-def _piece_cols(tile_n: int, itemsize: int, least: int) -> list[int]:
-  """Columns that a piece may have, the most first: 128 bytes, or a half or less.
-
-  Each piece costs a barrier, and short rows fill no line of memory. So pieces may have
-  up to a third of the tile's columns in common.
-  """
-  found = [tiles.SWIZZLE_BYTES // itemsize >> i for i in range(4)]
-  found = [
-      cols for cols in found
-      if cols * least >= LEAST_BYTES and cols <= tile_n
-      and 3 * (tiles.round_up(tile_n, cols) - tile_n) <= tile_n
-  ]
-  return found[:1] if tile_n % found[0] == 0 else found
-
-
-def _piece_rows(tile_n: int) -> list[int]:
-  """The same, of rows of a piece that is stored transposed."""
-  least = tiles.cdiv(tile_n, PIECE_ROWS)
-  found = {
-      tiles.round_up(tiles.cdiv(tile_n, count), 8)
-      for count in range(least, max(least, tile_n // 16) + 1)
-  }
-  return [PIECE_ROWS] if tile_n % PIECE_ROWS == 0 else sorted(found, reverse=True)
-
-
-def _starts(size: int, step: int) -> list[tuple[int, int]]:
-  """(where it begins, what the last one has of it) of pieces of `step` of `size`."""
-  starts = [min(start, size - step) for start in range(0, size, step)]
-  return [(start, i * step - start) for i, start in enumerate(starts)]
-
-
-@dataclasses.dataclass(frozen=True)
-class Staging:
-  """How pieces of an array of dtype `dtype` stand in shared memory.
-
-  Attributes:
-    way: "flat", "masked", "run" or "tiled".
-    cols: columns of a piece.
-    num_wgs: warpgroups that store.
-    rows: rows of a piece.
-    num_slots: pieces of each warpgroup that have room at once.
-  """
-
-  way: str
-  dtype: str
-  cols: int
-  num_wgs: int
-  rows: int = PIECE_ROWS
-  num_slots: int = NUM_SLOTS
-
-  @property
-  def swizzle(self) -> int:
-    return self.cols * jnp.dtype(self.dtype).itemsize
-
-  @property
-  def pitch(self) -> int:
-    """Row pitch of a masked slot: 16 bytes more, against bank conflicts."""
-    return self.cols + tiles.tma_stride_elems(self.dtype)
-
-  @property
-  def num_bytes(self) -> int:
-    itemsize = jnp.dtype(self.dtype).itemsize
-    if self.way == "masked":
-      return tiles.round_up(self.num_wgs * PIECE_ROWS * self.pitch * itemsize, 1024)
-    if self.way == "run":
-      return tiles.round_up(self.num_wgs * self._run * itemsize, 1024)
-    return self.num_wgs * self.num_slots * self.rows * self.cols * itemsize
-
-  @property
-  def _run(self) -> int:
-    """Elements of a run: of all columns that a tile may have."""
-    return run_stores.slot_elements(PIECE_ROWS, self.cols, self.dtype)
-
-  def slots(self) -> Any:
-    dtype = jnp.dtype(self.dtype)
-    if self.way == "masked":
-      return plgpu.SMEM((self.num_wgs, PIECE_ROWS, self.pitch), dtype)
-    if self.way == "run":
-      return plgpu.SMEM((self.num_wgs, self._run), dtype)
-    shape = (self.num_wgs, self.num_slots, self.rows, self.cols)
-    transforms = tiles.swizzled(dtype, self.swizzle)
-    tiled = plgpu.SMEM(shape, dtype, transforms=transforms)
-    if self.way == "tiled":
-      return tiled
-    return plgpu.RefUnion(
-        plgpu.SMEM(shape, dtype, transforms=transforms[1:]), tiled
-    )
-
-  def views(self, slots: Ref) -> tuple[Ref, Ref]:
-    """(the view that TMA uses, the view that registers use)."""
-    return (slots[0], slots[1]) if self.way == "flat" else (slots, slots)
 
 
 class Vectors(NamedTuple):
@@ -325,7 +230,7 @@ class Epilogue:
 
     And the columns of each that the one before has stored.
     """
-    cols = _starts(shape[1], self._step)
+    cols = staging.starts(shape[1], self._step)
     return [
         (i, j, stored) for i in range(0, shape[0], PIECE_ROWS) for j, stored in cols
     ]
@@ -468,7 +373,7 @@ def epilogues(
             None if c_dtype is None else Staging(copied, c_dtype, cols, num_wgs, rows),
             transposed=True, row_order=row_order,
         )
-        for rows in _piece_rows(wg_tile_n)
+        for rows in staging.piece_rows(wg_tile_n)
     )
   itemsize = least = problem.out_itemsize
   if c_dtype is not None:  # A wider c takes narrower pieces: both have the same columns.
@@ -478,7 +383,7 @@ def epilogues(
   if way == "masked" and not (by_registers or reordered):
     if stores_runs(problem, wg_tile_n):
       found.append(Epilogue(problem, Staging("run", dtype, wg_tile_n, num_wgs), None))
-  for cols in _piece_cols(wg_tile_n, itemsize, least):
+  for cols in staging.piece_cols(wg_tile_n, itemsize, least):
     if problem.epilogue.slopes == 2 and cols >= 32:
       cols //= 2  # Three arrays have slots, which the ring would lack.
     found.append(Epilogue(

@@ -33,7 +33,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels import compat, tiles
-from pallas_kernels.epilogue import NUM_SLOTS, PIECE_ROWS, Staging
+from pallas_kernels.staging import NUM_SLOTS, PIECE_ROWS, Staging
 
 NAME = "losses"
 LEAST_ELEMENTS = 1 << 22  # Of the logits; below, XLA's passes stay in the L2.

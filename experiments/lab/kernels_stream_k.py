@@ -30,7 +30,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import accumulate, calls, compat, specialised, tiles
+from pallas_kernels import accumulate, calls, compat, specialised, staging, tiles
 from pallas_kernels import epilogue as epilogues
 from pallas_kernels import ring as rings
 from pallas_kernels.problem import PersistentConfig, Problem
@@ -233,7 +233,7 @@ def _mend(out, partials, problem, config, units, interpret) -> jax.Array:
   """
   piece_cols = 32
   pieces_n = config.tile_n // piece_cols
-  pieces = config.tile_m // epilogues.PIECE_ROWS * pieces_n
+  pieces = config.tile_m // staging.PIECE_ROWS * pieces_n
   grid = tiles.TileGrid.of(problem, config.tile_m, config.tile_n)
   emulated = interpret is not None
   epilogue = epilogues.make_epilogue(problem, piece_cols, 1, emulated=emulated)
@@ -249,13 +249,13 @@ def _mend(out, partials, problem, config, units, interpret) -> jax.Array:
 
     @pl.when(jnp.logical_and(within, first))
     def _add():
-      row = lax.div(piece, jnp.int32(pieces_n)) * epilogues.PIECE_ROWS
+      row = lax.div(piece, jnp.int32(pieces_n)) * staging.PIECE_ROWS
       col = lax.rem(piece, jnp.int32(pieces_n)) * piece_cols
       last = lax.div(lax.min(start + k_steps, jnp.int32(units.total)) - 1, per)
 
       def _load(slot):
         part = sums_gmem.at[
-            slot, pl.ds(row, epilogues.PIECE_ROWS), pl.ds(col, piece_cols)
+            slot, pl.ds(row, staging.PIECE_ROWS), pl.ds(col, piece_cols)
         ]
         return plgpu.load(part, layout=plgpu.Layout.WGMMA, optimized=False)
 
