@@ -53,7 +53,7 @@ def _sample(items):
 
   The short set has the first case of a test and about an eighth of the others; `make
   test` has the first and a third of the others of slow ones with four cases or more, and
-  of those with twelve or more half of them.
+  of any with twelve or more.
   """
   slow, more = pytest.mark.slow, pytest.mark.more
   tests = collections.defaultdict(list)
@@ -63,8 +63,7 @@ def _sample(items):
   for cases in tests.values():
     for item in cases[1:]:
       drawn = zlib.crc32(item.nodeid.encode())  # The same in every process.
-      is_slow = "slow" in item.keywords and len(cases) >= 4
-      if drawn % 3 if is_slow else len(cases) >= 12 and drawn % 2:
+      if drawn % 3 and len(cases) >= (4 if "slow" in item.keywords else 12):
         item.add_marker(more)
       if drawn % 8:
         item.add_marker(slow)
