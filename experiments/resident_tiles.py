@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import accumulate, operand_tiles, preparing
+from pallas_kernels import accumulate, operand_tiles, preparing, slot_products
 from pallas_kernels.problem import PersistentConfig, Problem
 
 Refs = Mapping[str, Any]
@@ -79,7 +79,7 @@ class ResidentTiles:
 
     def multiply(acc, first, count):
       def again(step, _):
-        groups = operand_tiles.multiply(
+        groups = slot_products.multiply(
             acc, prepared, (refs["lhs_slots"], refs["rhs_slots"]),
             lax.rem(step, jnp.int32(self.num_slots)), lhs_start=wg * WG_ROWS,
         )

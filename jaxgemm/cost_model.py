@@ -297,8 +297,8 @@ def _energy(problem: Problem, config: Config, device: Device, model: Model) -> f
   """The time in which the chip may use the energy of the product.
 
   Known of operands of 16 bits alone: float32 products in parts, which wait for their
-  promotion, ran 3 to 27% longer where this weighed. What lies beyond the result are
-  zeros, which cost little.
+  promotion, ran 3 to 27% longer where this weighed. What lies beyond the result does not
+  count.
   """
   if problem.itemsize != 2 or isinstance(config, GemvConfig):  # No tensor cores.
     return 0.0

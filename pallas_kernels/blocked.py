@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import accumulate, calls, operand_tiles, tiles
+from pallas_kernels import accumulate, calls, slot_products, tiles
 from pallas_kernels.problem import BlockedConfig, Problem
 
 NAME = "blocked"
@@ -72,7 +72,7 @@ def launch(
     def _multiply(acc, first, count):
       def step(i, _):
         _load(first + i)
-        operand_tiles.multiply(
+        slot_products.multiply(
             acc, call.prepared, (refs["lhs_slot"], refs["rhs_slot"]), 0
         )
         plgpu.wgmma_wait(0)  # The next load overwrites what this one reads.

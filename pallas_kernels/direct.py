@@ -37,7 +37,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import accumulate, calls, operand_tiles, register_loads, tiles
+from pallas_kernels import accumulate, calls, register_loads, slot_products, tiles
 from pallas_kernels.exchange import Exchange, first_col
 from pallas_kernels.problem import ALONG_K, DirectConfig, Problem
 
@@ -192,7 +192,7 @@ def launch(
 
     def _multiply_slots(acc, first, count):
       def step(i, _, depth=config.tile_k):
-        operand_tiles.multiply(acc, call.prepared, slots, first + i, depth=depth)
+        slot_products.multiply(acc, call.prepared, slots, first + i, depth=depth)
 
       is_short = wanted[-1] < config.tile_k
       lax.fori_loop(jnp.int32(0), jnp.int32(count - is_short), step, None)

@@ -37,9 +37,9 @@ import jax.numpy as jnp
 from pallas_kernels import (
   accumulate,
   calls,
-  operand_tiles,
   padding,
   persistent,
+  slot_products,
   specialised,
   tiles,
 )
@@ -250,7 +250,7 @@ def _sum(
         plgpu.barrier_arrive(refs[_MASKED])
         plgpu.barrier_wait(refs[_MASKED])
 
-    groups = operand_tiles.multiply(
+    groups = slot_products.multiply(
         acc, ring.prepared, slots, slot, lhs_start=share.row, rhs_start=share.col
     )
     plgpu.wgmma_wait(groups)

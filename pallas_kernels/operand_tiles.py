@@ -1,4 +1,4 @@
-"""Operands: their ways into shared memory, and out of it into wgmma.
+"""Operands: their ways into shared memory, and how wgmma finds them there.
 
 Shared memory that wgmma reads is swizzled by 128 bytes and tiled by 8 rows x 128 bytes
 (by 64 bytes the rhs of lhs that is split in registers). An operand gets there in one of
@@ -45,8 +45,6 @@ import jax.numpy as jnp
 from pallas_kernels import (
   conversions,
   fragments,
-  fresh_sums,
-  partial_wgmma,
   register_loads,
   run_loads,
   skewed,
@@ -259,7 +257,7 @@ class Operand:
         some = num_rows > first
         rows = min(rows, num_rows - first) if some else rows
         to, at = slot.at[pl.ds(begin + first, rows)], (mn + origin + first, rows)
-        copy(to, at, wanted=wanted if some else False)
+        copy(to, at, wanted=some and wanted)
 
     size, last = self.array_mn, tiles.round_up(self._last_mn, 8 * cluster)
     if self.mn < size or last >= size:
@@ -274,8 +272,8 @@ class Operand:
   def _last_mn(self) -> int:
     """The share of mn that the last tile has of one array.
 
-    What lies beyond is not loaded: what comes of it is not stored, and TMA takes twice as
-    long to fill a row with zeros as to bring one.
+    What lies beyond is not loaded: what comes of it is not stored, and TMA takes (on an
+    H200) twice as long to fill a row with zeros as to bring one.
     """
     return self.mn % self.array_mn or self.array_mn
 
@@ -416,76 +414,3 @@ def _copy_if(
     pl.when(jnp.logical_not(wanted))(lambda: plgpu.barrier_arrive(barrier))
   else:
     copy(predicate=jnp.asarray(wanted))
-
-
-def multiply_fragments(acc: Ref, lhs: jax.Array, prepared: Prepared, slots: Ref, slot):
-  """acc += rows of lhs in registers times all columns of a slot of rhs."""
-  rhs = prepared.rhs_operand
-  if not rhs.k_major:
-    partial_wgmma.multiply(
-        acc, lhs, rhs.stored(slots, slot, 0, rhs.slot_mn), k_major_lhs=True,
-        transforms=tiles.swizzled(rhs.dtype, rhs.swizzle), in_registers=True,
-    )
-    return
-  for first, size in rhs.parts(acc.shape[1]):
-    part = acc if size == acc.shape[1] else acc.at[:, pl.ds(first, size)]
-    plgpu.wgmma(part, lhs, rhs.view(slots, slot, first, size))
-
-
-def multiply(
-    acc: Ref, prepared: Prepared, slots: tuple[Ref, Ref], slot, *, lhs_start=0,
-    rhs_start=0, parts: tuple[int, int] = (0, 0), depth: int | None = None,
-) -> int:
-  """acc += the product of a slot of lhs and one of rhs, from the given rows on.
-
-  Of all k, or, where both came through registers, of the first `depth`.
-  Returns the number of wgmma groups: one where an instruction holds all columns and
-  no operand comes in chunks.
-  """
-  lhs, rhs = prepared.lhs_operand, prepared.rhs_operand
-  rows, cols = acc.shape
-  depth = depth or rhs.tile_k
-  some_cols = cols % tiles.swizzle_elems(rhs.dtype) > 0 and not rhs.k_major
-  if (some_cols or depth < rhs.tile_k) and not rhs.emulated:
-    partial_wgmma.multiply(
-        acc, lhs.stored(slots[0], slot, lhs_start, rows, parts[0]),
-        rhs.stored(slots[1], slot, 0, rhs.slot_mn, parts[1]), k_major_lhs=lhs.k_major,
-        transforms=tiles.swizzled(rhs.dtype, rhs.swizzle), k_major_rhs=rhs.k_major,
-        depth=depth,
-    )
-    return 1
-  row_parts, col_parts = lhs.parts(rows), rhs.parts(cols)
-  for first_row, num_rows in row_parts:
-    for first_col, num_cols in col_parts:
-      whole = (num_rows, num_cols) == (rows, cols)
-      part = acc if whole else acc.at[
-          pl.ds(first_row, num_rows), pl.ds(first_col, num_cols)
-      ]
-      plgpu.wgmma(
-          part,
-          lhs.view(slots[0], slot, lhs_start + first_row, num_rows, parts[0]),
-          rhs.view(slots[1], slot, rhs_start + first_col, num_cols, parts[1]),
-      )
-  return len(row_parts) * len(col_parts)
-
-
-def product(
-    prepared: Prepared, slots: tuple[Ref, Ref], slot, shape: tuple[int, int], *,
-    lhs_start, rhs_start,
-) -> jax.Array:
-  """The product [rows, cols] of a slot of lhs and one of rhs, in flight: one wgmma group.
-
-  Of 8-bit operands; see `fresh_sums`.
-  """
-  lhs, rhs = prepared.lhs_operand, prepared.rhs_operand
-  if lhs.emulated:
-
-    def run(acc):
-      multiply(acc, prepared, slots, slot, lhs_start=lhs_start, rhs_start=rhs_start)
-      return acc[...]
-
-    return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
-  return fresh_sums.multiply(
-      lhs.stored(slots[0], slot, lhs_start, shape[0]),
-      rhs.stored(slots[1], slot, rhs_start, shape[1]),
-  )

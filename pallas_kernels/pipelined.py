@@ -26,7 +26,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import accumulate, calls, operand_tiles, tiles
+from pallas_kernels import accumulate, calls, slot_products, tiles
 from pallas_kernels.problem import PipelinedConfig, Problem
 
 NAME = "pipelined"
@@ -79,7 +79,7 @@ def launch(
     def _multiply(acc, slot):
       plgpu.barrier_wait(refs["full"].at[slot])
       slots = refs["lhs_slots"], refs["rhs_slots"]
-      groups = operand_tiles.multiply(acc, call.prepared, slots, slot)
+      groups = slot_products.multiply(acc, call.prepared, slots, slot)
       plgpu.wgmma_wait(groups)  # Those of the step before have read their slot.
       return tiles.wrapped(slot + 1, num_stages)
 

@@ -33,6 +33,7 @@ from pallas_kernels import (
   operand_tiles,
   register_loads,
   run_loads,
+  slot_products,
   tiles,
 )
 from pallas_kernels.problem import ALONG_M, ALONG_N
@@ -251,7 +252,7 @@ class Ring:
     def multiply(i, places):
       slot, last = places
       plgpu.barrier_wait(refs["full"].at[slot + barriers])
-      groups = operand_tiles.multiply(
+      groups = slot_products.multiply(
           acc, self.prepared, slots, slot, lhs_start=lhs_start, rhs_start=rhs_start
       )
       plgpu.wgmma_wait(groups)
@@ -288,7 +289,7 @@ class Ring:
     def multiply(slot, loaded, following=None):
       lhs = self.lhs.fragments(loaded)
       loaded = None if following is None else load(*following)
-      operand_tiles.multiply_fragments(acc, lhs, self.prepared, refs["rhs_slots"], slot)
+      slot_products.multiply_fragments(acc, lhs, self.prepared, refs["rhs_slots"], slot)
       plgpu.wgmma_wait(0)
       plgpu.barrier_arrive(refs["empty"].at[slot + barriers])
       return loaded
@@ -331,7 +332,7 @@ class Ring:
     for acc, group in zip(accs, groups, strict=True):
       for pair in group.pairs:
         if lhs_parts is None:
-          count = operand_tiles.multiply(
+          count = slot_products.multiply(
               acc, self.prepared, slots, self.slot_of(step), lhs_start=lhs_start,
               rhs_start=rhs_start, parts=pair,
           )
@@ -366,7 +367,7 @@ class Ring:
       plgpu.commit_smem()
     if not is_first:
       plgpu.wgmma_wait(0)
-    sums = operand_tiles.product(
+    sums = slot_products.product(
         self.prepared, (refs["lhs_slots"], refs["rhs_slots"]), slot, shape,
         lhs_start=lhs_start, rhs_start=rhs_start,
     )
@@ -391,7 +392,7 @@ class Ring:
       plgpu.barrier_wait(self._barrier(refs["full"], step))
     slots = refs["lhs_slots"], refs["rhs_slots"]
     for pair in pairs:
-      operand_tiles.multiply(
+      slot_products.multiply(
           acc, self.prepared, slots, self.slot_of(step), lhs_start=lhs_start,
           rhs_start=rhs_start, parts=pair,
       )

@@ -1,7 +1,7 @@
 """Pieces of an array, 64 rows x up to 128 bytes, and their slots in shared memory.
 
-Through which they go from registers to GMEM, or come from there (see `epilogue`, which
-says what the ways are, `cotangents` and `losses`).
+Through these they go from registers to GMEM, or come from there. `epilogue` says what the
+ways are; `cotangents` and `losses` take them, too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pallas_kernels import run_stores, tiles
 
 PIECE_ROWS = 64
 NUM_SLOTS = 2
-LEAST_BYTES = 32  # Of a piece's rows: Mosaic has no narrower swizzle.
+_LEAST_BYTES = 32  # Of a piece's rows: Mosaic has no narrower swizzle.
 Ref = Any
 
 
@@ -29,7 +29,7 @@ def piece_cols(tile_n: int, itemsize: int, least: int) -> list[int]:
   found = [tiles.SWIZZLE_BYTES // itemsize >> i for i in range(4)]
   found = [
       cols for cols in found
-      if cols * least >= LEAST_BYTES and cols <= tile_n
+      if cols * least >= _LEAST_BYTES and cols <= tile_n
       and 3 * (tiles.round_up(tile_n, cols) - tile_n) <= tile_n
   ]
   return found[:1] if tile_n % found[0] == 0 else found

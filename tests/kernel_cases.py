@@ -260,12 +260,17 @@ def check(kernel: str, problem: Problem, config, *, seed=0, num_sms=4) -> None:
   assert error <= 2 * baseline_error(problem, operands), (problem, config)
 
 
-def lowered(kernel: str, problem, config) -> str:
-  """The module text of the kernel for CUDA."""
-  operands = [
+def abstract_operands(problem: Problem) -> list[jax.ShapeDtypeStruct]:
+  """Shapes and dtypes of what the kernels take, of a gated product one rhs."""
+  return [
       jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
       for shape, dtype in operand_types(problem)
   ]
+
+
+def lowered(kernel: str, problem, config) -> str:
+  """The module text of the kernel for CUDA."""
+  operands = abstract_operands(problem)
   if problem.epilogue.gated:
     operands[1] = operands[1], operands[1]
     operands += operands[-1:] if problem.epilogue.has_bias else []

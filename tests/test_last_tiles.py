@@ -7,16 +7,15 @@ import re
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import KERNELS, operand_tiles
 from pallas_kernels.problem import Problem
 from tests.kernel_cases import (
+  abstract_operands,
   check,
   make_problem,
   mostly_slow,
-  operand_types,
   small_config,
 )
 
@@ -44,14 +43,10 @@ def test_results_are_right(case):
 
 def _copies(kernel: str, fields: dict, problem: Problem) -> list[tuple[bool, int, int]]:
   """(whether only if it is wanted, rows, columns) of the copies into shared memory."""
-  operands = [
-      jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
-      for shape, dtype in operand_types(problem)
-  ]
   config = small_config(kernel, **fields)
   text = str(jax.make_jaxpr(
       lambda *x: KERNELS[kernel].launch(x, problem, config, num_sms=132)
-  )(*operands))
+  )(*abstract_operands(problem)))
   copy = r"copy_gmem_to_smem(\[.*\])? \w+\[0,\w+:\w+\+(\d+),\w+:\w+\+(\d+)\] ->"
   return [
       ("predicate" in options, int(rows), int(cols))
@@ -103,18 +98,19 @@ class _Place:
 
 
 @pytest.mark.parametrize(
-    "way, mn, sizes",
+    "way, tile, mn, sizes",
     [
-        ("flat", 328, {0: [128], 128: [128], 256: [72], 384: []}),
+        ("flat", 128, 328, {0: [128], 128: [128], 256: [72], 384: []}),
         # No tile of `persistent` begins there, but one of a group of rows may.
-        ("flat", 328, {200: [128], 264: [128]}),
-        ("flat", 256, {0: [128], 128: [128]}),
-        ("chunks", 296, {0: [64, 64], 128: [64, 64], 256: [64], 384: []}),
+        ("flat", 128, 328, {200: [128], 264: [128]}),
+        ("flat", 128, 256, {0: [128], 128: [128]}),
+        ("flat", 320, 392, {0: [192, 128], 320: [72]}),  # In two boxes.
+        ("chunks", 128, 296, {0: [64, 64], 128: [64, 64], 256: [64], 384: []}),
     ],
 )
-def test_what_each_tile_loads(way, mn, sizes, monkeypatch):
+def test_what_each_tile_loads(way, tile, mn, sizes, monkeypatch):
   operand = operand_tiles.Operand(
-      is_lhs=True, k_major=way == "flat", tile_mn=128, tile_k=64, dtype="bfloat16",
+      is_lhs=True, k_major=way == "flat", tile_mn=tile, tile_k=64, dtype="bfloat16",
       batched=False, mn=mn, k=64, way=way, emulated=False,
   )
   for start, expected in sizes.items():

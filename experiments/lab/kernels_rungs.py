@@ -32,7 +32,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from experiments.lab import kernels_stores
-from pallas_kernels import accumulate, calls, operand_tiles, tiles
+from pallas_kernels import accumulate, calls, operand_tiles, slot_products, tiles
 from pallas_kernels.problem import Problem
 
 NAME = "lab_rungs"
@@ -137,7 +137,7 @@ def launch(
     def _multiply(acc, step):
       slot = _slot(step)
       plgpu.barrier_wait(refs["full"].at[slot])
-      groups = operand_tiles.multiply(acc, prepared, slots, slot)
+      groups = slot_products.multiply(acc, prepared, slots, slot)
       # With one slot the next load overwrites what this wgmma reads.
       plgpu.wgmma_wait(groups if num_stages > 1 and not written_back else 0)
 
