@@ -28,9 +28,11 @@ class Model:
   crooked_rows: float = 1.78  # As `short_rows`, of rows that begin within 128 bytes.
   crooked_memory: float = 0.248  # What crooked rows cost the memory itself.
   stores: float = 1.13  # Of the result's bytes,
-  crooked_stores: float = 1.21  # and more, where its rows begin so within 32 bytes,
-  crooked_sectors: float = 0.277  # that, where at multiples of these.
-  crooked_32: float = 0.48  # Of the other two, where rows begin at multiples of 32 bytes.
+  crooked_stores: float = 0.6  # and more, where its rows begin within 32 bytes,
+  crooked_wide: float = 0.25  # where threads store these in wide pieces,
+  crooked_sectors: float = 0.03  # where at multiples of them.
+  mixed: float = 0.35  # Of what crooked rows cost the L2 while a result leaves.
+  crooked_32: float = 0.48  # Of crooked rows' costs, of those at multiples of 32 bytes.
   crooked_64: float = 0.2  # The same, of 64 bytes.
   same_lines: float = 1.0  # As rows: of each that shares a line. By hand, of k < 64.
   hot: float = 0.143  # A k tile of an operand that all CTAs ask for at once.
@@ -64,7 +66,6 @@ class Model:
   wide: float = 1.09  # The same, two wgmma a k tile: one holds 256 columns at most.
   narrow: float = 83.6  # Columns of a wgmma that takes no less time with fewer.
   shared_rate: float = 256e3  # Shared memory, of what TMA writes and wgmma reads.
-  chunks: float = 1.03  # As `single`: wgmma of 64 columns, as rhs comes in chunks.
   promotion: float = 0.0181  # Of the sums, once.
   factors: float = 0.04  # The same, with factors of blocks, beside the tensor cores.
   lhs_split: float = 0.41  # Of 32 of k in registers, by one consumer.

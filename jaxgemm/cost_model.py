@@ -38,7 +38,6 @@ from pallas_kernels import (
   pipelined,
   register_loads,
   tiles,
-  ways,
 )
 from pallas_kernels.problem import Config, DirectConfig, GemvConfig, Problem
 
@@ -89,6 +88,7 @@ def estimate(
   bound = "power" if energy > busy else "the SMs"
   busy = _limited(busy, energy)
   memory = traffic.memory(work, device, model)
+  memory += model.mixed * traffic.stored_share(work) * _crooked_supply(work, model)
   if work.per_sm > 1:
     missing = -work.num_tiles % work.at_once  # Of the last wave.
     memory += model.tail * missing / work.at_once * busy / work.per_sm
@@ -186,7 +186,6 @@ def _busy(work: Work, device: Device, model: Model) -> float:
   problem, config = work.problem, work.config
   in_turn = work.has_roles and config.wg_dim == "tile"
   matrix = _matrix(work, device, model)
-  supply = traffic.supply(work, model)
   # blocked has one slot, and loads nothing while it multiplies.
   ahead = max(getattr(config, "num_stages", 1) - 1, 0.5) * work.num_products
   at_once = work.has_roles and config.consumers > 1 and not in_turn
@@ -219,20 +218,29 @@ def _busy(work: Work, device: Device, model: Model) -> float:
     reading = model.skew
   store = _store(work, model)
 
-  def busy_with(together: int, reading: float = reading) -> float:
-    """Time of as many tiles on one SM, at once: they hide each other's waits."""
+  def step_with(together: int, reading: float, share: float) -> float:
+    """Time of a k tile of which a share is multiplied."""
     alone = model.solo if not work.has_roles and together == 1 else 1.0
+    supply = traffic.supply(work, model, share)
     wait = (model.wait + supply) / (together * ahead)
-    step = soft_max(max((matrix + reading) * alone, supply), wait)
+    step = soft_max(max((matrix * share + reading) * alone, supply), wait)
     if work.cluster_k > 1:
       step *= model.k_cluster
     step += bookkeeping / together + promotion
     if work.shares_crooked:
       step += model.shared_slot
+    return step
+
+  def busy_with(together: int, reading: float = reading) -> float:
+    """Time of as many tiles on one SM, at once: they hide each other's waits."""
+    steps = work.k_steps * step_with(together, reading, 1.0)
+    if work.last_share < 1.0:
+      whole = (work.k_steps - 1) / work.k_steps
+      steps = steps * whole + step_with(together, reading, work.last_share)
     # CTAs that share an SM store while others multiply, unless the stores are masked:
     # those occupy the SM's own pipes.
     own_store = store if work.masked else store / together
-    return together * (work.k_steps * step + own_store)
+    return together * (steps + own_store)
 
   if in_turn:  # Each tile but the last is stored while the next is multiplied.
     tile = busy_with(1)
@@ -247,6 +255,17 @@ def _busy(work: Work, device: Device, model: Model) -> float:
   return busy
 
 
+def _crooked_supply(work: Work, model: Model) -> float:
+  """What the rows of the busiest SM take longer to come as they are crooked."""
+
+  def longer(share: float) -> float:
+    supplied = traffic.supply(work, model, share)
+    return supplied - traffic.supply(work, model, share, crooked_rows=0.0)
+
+  steps = (work.k_steps - 1) * longer(1.0) + longer(work.last_share)
+  return work.per_sm * steps
+
+
 def _matrix(work: Work, device: Device, model: Model) -> float:
   """Time of the tensor cores for one k tile."""
   problem, config = work.problem, work.config
@@ -259,10 +278,6 @@ def _matrix(work: Work, device: Device, model: Model) -> float:
   wg_n = warpgroup_tile(config)[1]
   if wg_n > tiles.WGMMA_COLS:
     matrix *= model.wide
-  block = tiles.swizzle_elems(problem.dtype)
-  if wg_n > block and wg_n % block == 0 and work.lhs_way is None:
-    if ways.of(problem)[1] == "chunks":
-      matrix *= model.chunks
   return matrix
 
 

@@ -56,16 +56,26 @@ def crooked(num_bytes: int, model: Model) -> float:
   return 1.0
 
 
-def supply(work: Work, model: Model) -> float:
-  """Time to bring what one step multiplies into shared memory."""
+def supply(
+    work: Work, model: Model, share: float = 1.0, *, crooked_rows: float | None = None
+) -> float:
+  """Time to bring what one step multiplies into shared memory.
+
+  Of a k tile of which only a `share` is wanted, rows of k are brought no more than that.
+  `crooked_rows`: what crooked ones cost more, if not as the model says.
+  """
+  if crooked_rows is None:
+    crooked_rows = model.crooked_rows
   problem, config = work.problem, work.config
   rows = config.tile_m  # A producer loads none beyond the last, if lhs is k-major.
   if work.has_roles and problem.lhs_layout == "k-major" or work.lhs_way == "runs":
     rows = min(rows, problem.m)
   cols = tiles.round_up(config.tile_n, tiles.rhs_block(problem))
   share_rhs, share_lhs = work.multicast
-  costs = row_costs(work, model, model.crooked_rows)
+  costs = row_costs(work, model, crooked_rows)
   lhs_rows, rhs_rows = rows * work.loads[0], cols * work.loads[1]
+  lhs_rows *= 1.0 if problem.lhs_layout == "k-major" else share
+  rhs_rows *= 1.0 if problem.rhs_layout == "k-major" else share
   asked = lhs_rows * costs[0] / share_lhs + rhs_rows * costs[1] / share_rhs
   received = lhs_rows * costs[0] + rhs_rows * costs[1]
   by_tma = max(asked, model.multicast * received) / model.l2_rate
@@ -119,21 +129,29 @@ def memory(work: Work, device: Device, model: Model) -> float:
     lhs_bytes *= 1 + model.reread
   if work.tiles_m > 1:
     rhs_bytes *= 1 + model.reread
-  other_bytes *= stored(work.row_bytes, model) * work.sent
+  other_bytes *= stored(work.row_bytes, model, wide=work.wide) * work.sent
   moved = lhs_bytes + rhs_bytes + other_bytes
   time = moved / (device.bandwidth_tbps * 1e6 * model.memory)
   return time * (1 + model.apart * (1 - 1 / work.splits))
 
 
-def stored(row_bytes: int, model: Model) -> float:
+def stored_share(work: Work) -> float:
+  """The result's share of all bytes."""
+  *_, other_bytes = _operand_bytes(work.problem)
+  return other_bytes / work.problem.num_bytes
+
+
+def stored(row_bytes: int, model: Model, *, wide: bool = False) -> float:
   """What it costs to store a result of such rows, in multiples of its bytes.
 
-  Sectors have 32 bytes: of rows that begin within one, each tile fills some in part.
+  Of rows that begin within a sector of 32 bytes, each piece fills some in part: fewer,
+  if pieces are `wide`.
   """
   if row_bytes % tiles.SWIZZLE_BYTES == 0:
     return model.stores
-  share = 1.0 if row_bytes % 32 else model.crooked_sectors
-  return model.stores + model.crooked_stores * share
+  if row_bytes % tiles.SECTOR_BYTES == 0:
+    return model.stores + model.crooked_sectors
+  return model.stores + (model.crooked_wide if wide else model.crooked_stores)
 
 
 def _many_rows(rows: int, model: Model) -> float:

@@ -12,6 +12,7 @@ from pallas_kernels import (
   epilogue,
   exchange,
   parts,
+  persistent,
   run_loads,
   specialised,
   staging,
@@ -36,6 +37,7 @@ class Work:
     per_sm: tiles of the busiest SM.
     num_products: of parts of the operands (see `pallas_kernels.parts`), or one.
     k_steps: k tiles that a CTA multiplies, for each of those products.
+    last_share: what is multiplied of the last of all k tiles.
     splits: of k; `cluster_k` of them lie in one cluster.
     sums: partial sums of each element that go through memory; 1: none.
     loads: how often a step brings 128 bytes of each row of lhs, and of rhs.
@@ -48,6 +50,7 @@ class Work:
     row_bytes: of the result, as it is stored.
     masked: whether threads store it, and mask what lies beyond: TMA stores rows that
       begin a multiple of 16 bytes apart.
+    wide: whether they store what TMA could as well: see `epilogue.stores_wide`.
     runs: whether its tiles leave in one bulk copy each all the same.
     lhs_way: see `ways.of_lhs`.
     promotes: whether consumers stop to add their sums to rounded ones.
@@ -75,8 +78,9 @@ class Work:
     reordered = self.has_roles and (
         specialised.row_order(problem, config) != "as they are"
     )
+    self.wide = self.sums == 1 and self._stores_wide()
     self.masked = self.sums == 1 and (
-        kernel == direct.NAME or self.row_bytes % 16 > 0 or reordered
+        kernel == direct.NAME or self.row_bytes % 16 > 0 or reordered or self.wide
     )
     self.runs = self.masked and self._stores_runs()
     if self.runs:
@@ -92,6 +96,10 @@ class Work:
     count, self.num_products = (split.count, split.num_products) if split else (1, 1)
     self.k_steps = tiles.cdiv(tiles.cdiv(product.k, config.tile_k), self.splits)
     self.k_steps *= self.num_products
+    self.last_share = 1.0
+    if kernel == persistent.NAME and split is None:
+      depth = specialised.last_depth(product, config) or config.tile_k
+      self.last_share = depth / config.tile_k
     self.loads = count / self.num_products, count / self.num_products
     if product.converts:  # A row's 64 of k, in 8 bits, are 64 bytes.
       self.loads = 0.5, 1.0
@@ -118,6 +126,14 @@ class Work:
     if self.has_roles:
       return specialised.stores_runs(self.asked, self.config)
     return epilogue.stores_runs(self.asked, self.config.tile_n)
+
+  def _stores_wide(self) -> bool:
+    """Whether threads store in wide pieces what TMA could store."""
+    if self.kernel == direct.NAME or self.cluster_k > 1:
+      return False
+    if self.has_roles:
+      return specialised.stores_wide(self.asked, self.config)
+    return epilogue.stores_wide(self.asked, self.config.tile_n)
 
   @property
   def multicast(self) -> tuple[int, int]:
@@ -176,6 +192,8 @@ class Work:
     three times 64. Shorter ones share lines: to count their own bytes gained nothing.
     """
     if not self.has_roles or self.runs or self.sums > 1 or self.config.swap:
+      return 1.0
+    if self.wide:
       return 1.0
     cols = operand_passes.warpgroup_tile(self.config)[1]
     cols //= 1 + self.asked.epilogue.gated

@@ -45,7 +45,6 @@ NAME = "direct"
 Config = DirectConfig
 MAX_SLOTS = 16  # k tiles that it holds; more have not been measured.
 LOADS_AT_ONCE = 16  # Of 16 or 32 bytes a thread.
-_WGMMA_K = 16  # Of 16 bits, that an instruction multiplies.
 
 
 def supports(problem: Problem, config: DirectConfig) -> str | None:
@@ -125,7 +124,7 @@ def depths(problem: Problem, config: DirectConfig) -> tuple[int, ...]:
   apart = 0 < config.promote < steps  # The last is summed up with others like it.
   if config.splits == 1 and held == steps and not apart:
     left = problem.k - (steps - 1) * config.tile_k
-    found[-1] = min(config.tile_k, tiles.round_up(left, _WGMMA_K))
+    found[-1] = min(config.tile_k, tiles.round_up(left, tiles.WGMMA_K))
   return tuple(found)
 
 

@@ -347,6 +347,20 @@ def stores_runs(problem: Problem, wg_tile_n: int) -> bool:
   return bool(odd) and plain and problem.n <= wg_tile_n and problem.out_itemsize > 1
 
 
+def stores_wide(problem: Problem, wg_tile_n: int) -> bool:
+  """Whether threads store a result that TMA could, on the chip, in wide pieces.
+
+  Its rows begin within sectors of 32 bytes, of which each piece fills two in part: TMA
+  takes 19.8 us for 28616x856 in pieces of 64 columns, 18.4 of 128, threads 16.5 in such
+  (H100; where rows begin with sectors, all 14). Rows of c have pieces of 128 bytes.
+  """
+  within = problem.n * problem.out_itemsize % tiles.SECTOR_BYTES > 0
+  aligned = problem.n % tiles.tma_stride_elems(problem.out_dtype) == 0
+  narrow = wg_tile_n <= tiles.swizzle_elems(problem.out_dtype)
+  plain = problem.out_itemsize == 2 and problem.epilogue.num_c == 0
+  return within and aligned and plain and not narrow
+
+
 @functools.lru_cache(maxsize=1024)  # A plan asks for the same few again and again.
 def epilogues(
     problem: Problem, wg_tile_n: int, num_wgs: int, *, emulated: bool,
@@ -365,6 +379,7 @@ def epilogues(
   reordered = row_order != "as they are"
   masked = by_registers or reordered or problem.n % tiles.tma_stride_elems(dtype)
   way = "masked" if masked and not emulated else copied
+  wide = not emulated and not transposed and stores_wide(problem, wg_tile_n)
   if transposed:
     cols = tiles.swizzle_elems(dtype)
     return tuple(
@@ -383,6 +398,12 @@ def epilogues(
   if way == "masked" and not (by_registers or reordered):
     if stores_runs(problem, wg_tile_n):
       found.append(Epilogue(problem, Staging("run", dtype, wg_tile_n, num_wgs), None))
+  if wide and not by_registers:
+    cols = staging.wide_cols(wg_tile_n)
+    found.append(Epilogue(
+        problem, Staging("masked", dtype, cols, num_wgs), None,
+        divided=wg_tile_n % cols == 0, row_order=row_order,
+    ))
   for cols in staging.piece_cols(wg_tile_n, itemsize, least):
     if problem.epilogue.slopes == 2 and cols >= 32:
       cols //= 2  # Three arrays have slots, which the ring would lack.

@@ -183,11 +183,13 @@ class Operand:
 
   def load(
       self, gmem: Sequence[Ref], slots: Ref, slot, barrier: Ref, *, batch, mn, k, part=0,
-      collective_axes=None, cluster: int = 1,
+      depth: int | None = None, collective_axes=None, cluster: int = 1,
   ) -> None:
     """Starts the copies of a part of the tile at (mn, k); they arrive on `barrier`.
 
     With `collective_axes` the `cluster` CTAs along them load a part each, for all.
+    `depth` of k are wanted; by default all. Rows of k beyond them are not loaded, of an
+    operand in one of the first three ways.
     """
     batch = batch if self.batched else 0
     if self.way == "runs":
@@ -201,6 +203,8 @@ class Operand:
       return
     slots = self._views(slots)[0]
     slot, size = slot * self.num_parts + part, self.array_mn
+    # Each CTA of a cluster loads whole rows of tiles.
+    depth = min(self.tile_k, tiles.round_up(depth or self.tile_k, 8 * cluster))
 
     def copy(array, dst, rows, cols, wanted=True):
       source = gmem[0 if self.packed else part + array]
@@ -217,20 +221,22 @@ class Operand:
         copy(0, slots.at[slot, chunk], (first, rows), cols)
       return
     if self.way == "chunks":
-      self._load_chunks(copy, slots.at[slot], mn, k)
+      self._load_chunks(copy, slots.at[slot], mn, k, depth)
       return
     for array in range(self.num_arrays):
       begin, origin = array * size, self._origin(array)
       if self.way == "tiled":
         for first, rows in self._boxes:
+          some = depth > first
+          rows = min(rows, depth - first) if some else rows
           box = slots.at[slot, pl.ds(first, rows), pl.ds(begin, size)]
-          copy(array, box, (k + first, rows), (mn + origin, size))
+          copy(array, box, (k + first, rows), (mn + origin, size), some)
       else:
         copy_rows = functools.partial(copy, array, cols=(k, self.tile_k))
         self._load_rows(copy_rows, slots.at[slot], begin, mn, origin, cluster)
 
-  def _load_chunks(self, copy, slot: Ref, mn, k) -> None:
-    """Loads the chunks of the tile at (mn, k): those that have any of mn."""
+  def _load_chunks(self, copy, slot: Ref, mn, k, depth: int) -> None:
+    """Loads `depth` rows of the chunks of the tile at (mn, k) that have any of mn."""
     width, size = tiles.swizzle_elems(self.dtype), self.array_mn
 
     def load(all_wanted: bool) -> None:
@@ -238,7 +244,7 @@ class Operand:
         array, first = divmod(i * width, size)
         cols = mn + first + self._origin(array), width
         wanted = all_wanted or mn + first < self.mn
-        copy(array, slot.at[i], (k, self.tile_k), cols, wanted)
+        copy(array, slot.at[i, pl.ds(0, depth)], (k, depth), cols, wanted)
 
     if self._last_mn == size:
       load(True)
@@ -350,16 +356,23 @@ class Operand:
       return tuple((start, min(width, size - start)) for start in starts)
     return ((0, size),) if self.is_lhs else tiles.instruction_columns(size)
 
-  def view(self, slots: Ref, slot, start, size: int, part: int = 0) -> Ref:
+  def view(
+      self, slots: Ref, slot, start, size: int, part: int = 0, depth: int | None = None
+  ) -> Ref:
     """`size` of mn from `start` on, as wgmma wants it: [mn, k] of lhs, [k, mn] of rhs.
+
+    Of all k, or of the first `depth`.
     """
+    depths = slice(None) if depth in (None, self.tile_k) else pl.ds(0, depth)
     if self.way == "chunks":  # One of them, or what is wanted of the last.
       width = tiles.swizzle_elems(self.dtype)
       chunk = lax.div(jnp.int32(start), jnp.int32(width))
       cols = slice(None) if size == width else pl.ds(0, size)
-      ref = self._views(slots)[1].at[slot * self.num_parts + part, chunk, :, cols]
+      ref = self._views(slots)[1].at[slot * self.num_parts + part, chunk, depths, cols]
     else:
       ref = self.stored(slots, slot, start, size, part)
+      if depths != slice(None):
+        ref = ref.at[:, depths] if self.k_major else ref.at[depths]
     return ref if self.k_major == self.is_lhs else ref.transpose((1, 0))
 
   def stored(self, slots: Ref, slot, start, size: int, part: int = 0) -> Ref:

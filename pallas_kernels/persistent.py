@@ -75,14 +75,14 @@ smem_bytes = specialised.smem_bytes
 
 
 def make_ring(
-    call: calls.Call, config: PersistentConfig, k_steps: int
+    call: calls.Call, config: PersistentConfig, k_steps: int, last_depth: int = 0
 ) -> rings.Ring:
   teams = specialised.num_teams(config)
   return rings.Ring(
       call.prepared, config.num_stages, config.consumers // teams, teams, k_steps,
       specialised.num_producers(config),
       lhs_shared=config.cluster_n, rhs_shared=config.cluster_m,
-      factors=block_scales.BlockScales.of(call.result, config),
+      factors=block_scales.BlockScales.of(call.result, config), last_depth=last_depth,
   )
 
 
@@ -172,8 +172,10 @@ def run(
   wg_tile_shape = specialised.wg_tile(config)
   stored_cols = specialised.stored_cols(call.result, config)
   stored_shape = wg_tile_shape[0], exchange.share_cols if exchange else stored_cols
-  ring, epilogue = make_ring(call, config, k_steps), call.epilogue
-  split = parts.of(call.result, config)
+  split, last_depth = parts.of(call.result, config), 0
+  if split is None and k_steps == tiles.cdiv(problem.k, config.tile_k):
+    last_depth = specialised.last_depth(problem, config)
+  ring, epilogue = make_ring(call, config, k_steps, last_depth), call.epilogue
   lost = 0.0  # To truncation, of the sum between promotions; the emulator rounds.
   if split is not None and not ring.lhs.emulated:
     lost = split.lost * config.tile_k * max(config.promote, 1) / 64

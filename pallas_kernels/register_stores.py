@@ -63,7 +63,7 @@ def store(
     _, num_cols = ir.MemRefType(out.type).shape
     _, pitch = ir.MemRefType(slot.type).shape
     width = _width(rows, cols, num_cols, itemsize)
-    words = _Words(width * itemsize)
+    words = _Words(width, itemsize)
     mgpu.utils.warpgroup_barrier()  # The last piece has been read.
     if transposed:
       _write_transposed(piece, slot, pitch, row_order)
@@ -72,44 +72,93 @@ def store(
           mgpu.utils.memref_slice(slot, (slice(None), slice(0, cols))), optimized=False
       )
     mgpu.utils.warpgroup_barrier()
-    per_row = cols // width
+    out = _Out(out, row, col, end, itemsize)
     thread = arith.remui(mgpu.utils.thread_idx(), i32(tiles.WG_THREADS))
-    first_row = arith.divui(thread, i32(per_row))
-    lane_col = arith.muli(arith.remui(thread, i32(per_row)), i32(width))
-    start = arith.addi(arith.muli(first_row, i32(pitch)), lane_col)
-    slot_address = mgpu.utils.getelementptr(
-        mgpu.utils.memref_ptr(slot), [arith.muli(start, i32(itemsize))],
-        ir.IntegerType.get_signless(8),
-    )
-    step = tiles.WG_THREADS // per_row  # Rows that the warpgroup writes at once.
-    found = [
-        words.load(slot_address, i * step * pitch * itemsize) for i in range(rows // step)
-    ]
-    out_row, out_col = arith.addi(row, first_row), arith.addi(col, lane_col)
-
-    def address_of(out_row):
-      element = arith.addi(arith.muli(i64(out_row), const64(num_cols)), i64(out_col))
-      return arith.addi(
-          i64_address(mgpu.utils.memref_ptr(out)),
-          arith.muli(element, const64(itemsize)),
-      )
-
-    address = address_of(out_row)
-    in_cols = arith.cmpi(arith.CmpIPredicate.slt, out_col, i32(num_cols))
-    left = arith.select(in_cols, arith.subi(end, out_row), i32(0))
-    for i, values in enumerate(found):
-      if row_order != "as they are" and not transposed:
-        stored = fragments.row_of(row_order, arith.addi(first_row, i32(i * step)))
-        at = arith.addi(row, stored)
-        inside = arith.andi(in_cols, less(at, end))
-        words.store(address_of(at), 0, values, inside)
-        continue
-      inside = arith.cmpi(arith.CmpIPredicate.sgt, left, i32(i * step))
-      words.store(address, i * step * num_cols * itemsize, values, inside)
+    slot = mgpu.utils.memref_ptr(slot), pitch * itemsize
+    order = "as they are" if transposed else row_order
+    if _step(rows, cols // width):
+      _store_rows(words, thread, slot, out, rows, cols // width, order)
+    else:
+      _store_units(words, thread, slot, out, rows, cols // width, order)
 
   if end is None:
     end = out_gmem.shape[0]
   write(piece, slot, out_gmem, jnp.int32(row), jnp.int32(col), jnp.int32(end))
+
+
+class _Out:
+  """Where the elements of a piece at (row, col) lie in the array."""
+
+  def __init__(self, out, row, col, end, itemsize: int):
+    _, self.num_cols = ir.MemRefType(out.type).shape
+    self.row, self.col, self.end, self._itemsize = row, col, end, itemsize
+    self._base = i64_address(mgpu.utils.memref_ptr(out))
+
+  @property
+  def row_bytes(self) -> int:
+    return self.num_cols * self._itemsize
+
+  def address(self, row, col):
+    element = arith.addi(arith.muli(i64(row), const64(self.num_cols)), i64(col))
+    return arith.addi(self._base, arith.muli(element, const64(self._itemsize)))
+
+
+def _store_rows(
+    words: _Words, thread, slot: tuple[Any, int], out: _Out, rows: int, per_row: int,
+    row_order: fragments.RowOrder,
+) -> None:
+  """Stores rows of `per_row` units, which divide the warpgroup: whole rows at once."""
+  base, pitch_bytes = slot
+  first_row = arith.divui(thread, i32(per_row))
+  unit = arith.remui(thread, i32(per_row))
+  slot_address = _behind(base, arith.addi(
+      arith.muli(first_row, i32(pitch_bytes)), arith.muli(unit, i32(words.num_bytes))
+  ))
+  step = _step(rows, per_row)
+  found = [words.load(slot_address, i * step * pitch_bytes) for i in range(rows // step)]
+  out_row = arith.addi(out.row, first_row)
+  out_col = arith.addi(out.col, arith.muli(unit, i32(words.num_elements)))
+  address = out.address(out_row, out_col)
+  in_cols = less(out_col, out.num_cols)
+  left = arith.select(in_cols, arith.subi(out.end, out_row), i32(0))
+  for i, values in enumerate(found):
+    if row_order != "as they are":
+      stored = fragments.row_of(row_order, arith.addi(first_row, i32(i * step)))
+      at = arith.addi(out.row, stored)
+      inside = arith.andi(in_cols, less(at, out.end))
+      words.store(out.address(at, out_col), 0, values, inside)
+      continue
+    inside = arith.cmpi(arith.CmpIPredicate.sgt, left, i32(i * step))
+    words.store(address, i * step * out.row_bytes, values, inside)
+
+
+def _store_units(
+    words: _Words, thread, slot: tuple[Any, int], out: _Out, rows: int, per_row: int,
+    row_order: fragments.RowOrder,
+) -> None:
+  """The same of any number of units a row: the threads take one after the other."""
+  (base, pitch_bytes), total = slot, rows * per_row
+  places, found = [], []
+  for first in range(0, total, tiles.WG_THREADS):
+    unit = arith.addi(thread, i32(first))
+    is_one = less(unit, total)
+    row, unit = (op(unit, i32(per_row)) for op in (arith.divui, arith.remui))
+    row = arith.minui(row, i32(rows - 1))
+    places.append((row, unit, is_one))
+    found.append(words.load(_behind(base, arith.addi(
+        arith.muli(row, i32(pitch_bytes)), arith.muli(unit, i32(words.num_bytes))
+    )), 0))
+  for (row, unit, is_one), values in zip(places, found, strict=True):
+    row = arith.addi(out.row, fragments.row_of(row_order, row))
+    col = arith.addi(out.col, arith.muli(unit, i32(words.num_elements)))
+    inside = arith.andi(less(col, out.num_cols), less(row, out.end))
+    words.store(out.address(row, col), 0, values, arith.andi(is_one, inside))
+
+
+def _behind(pointer, num_bytes) -> ir.Value:
+  return mgpu.utils.getelementptr(
+      pointer, [num_bytes], ir.IntegerType.get_signless(8)
+  )
 
 
 def _write_transposed(
@@ -141,15 +190,28 @@ def _write_transposed(
 def _width(rows: int, cols: int, num_cols: int, itemsize: int) -> int:
   """Elements that a thread stores at once."""
   width = MAX_BYTES // itemsize
-  while num_cols % width or cols % width or rows * cols % (tiles.WG_THREADS * width):
+  while num_cols % width or cols % width or _step(rows, cols // width) is None:
     width //= 2
   return width
 
 
-class _Words:
-  """Loads and stores of 2 to 16 bytes."""
+def _step(rows: int, per_row: int) -> int | None:
+  """Rows of so many units that the warpgroup stores at once; None: no whole number.
 
-  def __init__(self, num_bytes: int):
+  0: units, rather: their rows do not divide the warpgroup.
+  """
+  step, rest = divmod(tiles.WG_THREADS, per_row)
+  if rest:
+    return 0
+  return step if rows % step == 0 else None
+
+
+class _Words:
+  """Loads and stores of 2 to 16 bytes: units of `num_elements`."""
+
+  def __init__(self, num_elements: int, itemsize: int):
+    self.num_elements, self.num_bytes = num_elements, num_elements * itemsize
+    num_bytes = self.num_bytes
     self.count = max(1, num_bytes // 4)
     kind = "b16" if num_bytes == 2 else "b32"
     self.kind = f"v{self.count}.{kind}" if self.count > 1 else kind

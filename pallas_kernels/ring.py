@@ -67,6 +67,8 @@ class Ring:
     lhs_shared, rhs_shared: CTAs of a cluster that share a tile: those along n one of
       lhs, those along m one of rhs. Each copies a part of it, by multicast.
     factors: where the product has some of blocks, which come with each k tile.
+    last_depth: elements of k that are loaded and multiplied of a tile's last k tile, a
+      multiple of 16; 0: all. One producer loads then.
   """
 
   prepared: operand_tiles.Prepared
@@ -78,6 +80,7 @@ class Ring:
   lhs_shared: int = 1
   rhs_shared: int = 1
   factors: block_scales.BlockScales | None = None
+  last_depth: int = 0
 
   @property
   def splits_lhs(self) -> bool:
@@ -180,7 +183,7 @@ class Ring:
     barriers = self._team(first_step) * self.num_stages
     kept = self._lhs_slot(first_step) if self.lhs.stays else None
 
-    def load(turn, places):
+    def load(turn, places, depth=None):
       slot, read = places
       i = first + turn * turns
 
@@ -191,20 +194,25 @@ class Ring:
 
       at = dict(batch=batch, m=m, n=n, k=k + i * tile_k)
       full = refs["full"].at[slot + barriers]
-      self.fill(lhs_gmem, rhs_gmem, refs, slot, full, kept=kept, **at)
+      self.fill(lhs_gmem, rhs_gmem, refs, slot, full, kept=kept, depth=depth, **at)
       return self._after(slot, self.num_producers), self._read_after(read)
 
     count = lax.div(self.k_steps - first + turns - 1, turns)
     step = first_step + first
     places = self.slot_of(step), self._read_before(step)
-    lax.fori_loop(jnp.int32(0), count, load, places)
+    if self.last_depth:
+      count = jnp.int32(self.k_steps - 1)
+    places = lax.fori_loop(jnp.int32(0), count, load, places)
+    if self.last_depth:
+      load(count, places, self.last_depth)
 
   def fill(
-      self, lhs_gmem, rhs_gmem, refs, slot, full, *, batch, m, n, k, kept=None
+      self, lhs_gmem, rhs_gmem, refs, slot, full, *, batch, m, n, k, kept=None,
+      depth: int | None = None,
   ):
     """Loads the k tile at (m, n, k) into a slot; what arrives does so on `full`.
 
-    An lhs that stays goes into its slot `kept`.
+    An lhs that stays goes into its slot `kept`. `depth` of k are wanted, by default all.
     """
     at = dict(batch=batch, k=k)
     loads = [
@@ -222,7 +230,9 @@ class Ring:
       shared = dict(collective_axes=(axis,), cluster=ctas) if ctas > 1 else {}
       for part in range(operand.num_parts):
         to = kept if operand.stays else slot
-        operand.load(gmem, slots, to, full, mn=mn, part=part, **at, **shared)
+        operand.load(
+            gmem, slots, to, full, mn=mn, part=part, depth=depth, **at, **shared
+        )
     if self.factors is not None:
       self.factors.load(refs, slot, full, m=m, n=n, **at)
     if by_registers:
@@ -237,7 +247,7 @@ class Ring:
     """acc += the product of `num_steps` slots; one slot's wgmma stays in flight.
 
     This warpgroup's share of them begins at `lhs_start` and `rhs_start`. They are of
-    the tile that begins at `tile`, (batch, m, k).
+    the tile that begins at `tile`, (batch, m, k); with `last_depth` all of them.
     """
     if self.lhs.in_registers:
       self._consume_fragments(
@@ -249,11 +259,12 @@ class Ring:
 
     barriers = self._team(first_step) * self.num_stages
 
-    def multiply(i, places):
+    def multiply(i, places, depth=None):
       slot, last = places
       plgpu.barrier_wait(refs["full"].at[slot + barriers])
       groups = slot_products.multiply(
-          acc, self.prepared, slots, slot, lhs_start=lhs_start, rhs_start=rhs_start
+          acc, self.prepared, slots, slot, lhs_start=lhs_start, rhs_start=rhs_start,
+          depth=depth,
       )
       plgpu.wgmma_wait(groups)
 
@@ -263,8 +274,11 @@ class Ring:
 
       return self._after(slot), slot
 
-    first = self.slot_of(jnp.int32(first_step))
-    lax.fori_loop(jnp.int32(0), jnp.int32(num_steps), multiply, (first, first))
+    places = (self.slot_of(jnp.int32(first_step)),) * 2
+    count = jnp.int32(num_steps) - (1 if self.last_depth else 0)
+    places = lax.fori_loop(jnp.int32(0), count, multiply, places)
+    if self.last_depth:
+      multiply(count, places, self.last_depth)
     self.finish(refs, step=first_step + num_steps - 1)
 
   def _consume_fragments(self, acc, refs, *, first_step, num_steps, start, tile):

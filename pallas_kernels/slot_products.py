@@ -38,18 +38,19 @@ def multiply(
 ) -> int:
   """acc += the product of a slot of lhs and one of rhs, from the given rows on.
 
-  Of all k, or, where both came through registers, of the first `depth`.
-  Returns the number of wgmma groups: one where an instruction holds all columns and
-  no operand comes in chunks.
+  Of all k, or of the first `depth`, a multiple of 16, of 16-bit operands.
+  Returns the number of wgmma groups: one where an instruction holds all columns.
   """
   lhs, rhs = prepared.lhs_operand, prepared.rhs_operand
   rows, cols = acc.shape
   depth = depth or rhs.tile_k
   some_cols = cols % tiles.swizzle_elems(rhs.dtype) > 0 and not rhs.k_major
-  if (some_cols or depth < rhs.tile_k) and not rhs.emulated:
+  in_chunks = "chunks" in (lhs.way, rhs.way)  # Pallas would multiply each by itself.
+  if (some_cols or in_chunks or depth < rhs.tile_k) and not rhs.emulated:
+    columns = (0, rhs.slot_mn) if some_cols else (rhs_start, cols)
     partial_wgmma.multiply(
         acc, lhs.stored(slots[0], slot, lhs_start, rows, parts[0]),
-        rhs.stored(slots[1], slot, 0, rhs.slot_mn, parts[1]), k_major_lhs=lhs.k_major,
+        rhs.stored(slots[1], slot, *columns, parts[1]), k_major_lhs=lhs.k_major,
         transforms=tiles.swizzled(rhs.dtype, rhs.swizzle), k_major_rhs=rhs.k_major,
         depth=depth,
     )
@@ -63,8 +64,8 @@ def multiply(
       ]
       plgpu.wgmma(
           part,
-          lhs.view(slots[0], slot, lhs_start + first_row, num_rows, parts[0]),
-          rhs.view(slots[1], slot, rhs_start + first_col, num_cols, parts[1]),
+          lhs.view(slots[0], slot, lhs_start + first_row, num_rows, parts[0], depth),
+          rhs.view(slots[1], slot, rhs_start + first_col, num_cols, parts[1], depth),
       )
   return len(row_parts) * len(col_parts)
 

@@ -249,6 +249,13 @@ def stores_runs(problem: Problem, config: PersistentConfig) -> bool:
   return found.out.way == "run"
 
 
+def stores_wide(problem: Problem, config: PersistentConfig) -> bool:
+  """Whether threads store what TMA could: see `epilogue.stores_wide`."""
+  found = _epilogue(problem, config, epilogue_room(problem, config))
+  cols = stored_cols(problem, config)
+  return found.out.way == "masked" and epilogues.stores_wide(problem, cols)
+
+
 def _epilogue(
     problem: Problem, config: PersistentConfig, room: int, cols: int | None = None
 ) -> epilogues.Epilogue:
@@ -322,6 +329,20 @@ def overlaps(problem: Problem, config: PersistentConfig) -> bool:
   if config.split_lhs:
     return True
   return not config.promote or (split.scaled and accumulate.fits(3, wg_tile(config)))
+
+
+def last_depth(product: Problem, config: PersistentConfig) -> int:
+  """Elements of k that are wanted of the last of all k tiles; 0: all of them.
+
+  Those that there are, in multiples of 16, as wgmma takes them. `product` is what the
+  kernel multiplies, of operands that are no parts.
+  """
+  k_steps, rest = tiles.cdiv(product.k, config.tile_k), product.k % config.tile_k
+  by_registers = ways.of_lhs(product, config) or ways.takes_loads(product, config)
+  apart = 0 < config.promote < k_steps  # The last is summed up with others like it.
+  if product.itemsize != 2 or by_registers or apart or not rest:
+    return 0
+  return tiles.round_up(rest, tiles.WGMMA_K) % config.tile_k
 
 
 def num_teams(config: PersistentConfig) -> int:

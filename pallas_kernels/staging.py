@@ -16,6 +16,7 @@ from pallas_kernels import run_stores, tiles
 
 PIECE_ROWS = 64
 NUM_SLOTS = 2
+WIDE_COLS = 128  # Of a piece that threads store, at most: 256 were no faster.
 _LEAST_BYTES = 32  # Of a piece's rows: Mosaic has no narrower swizzle.
 Ref = Any
 
@@ -33,6 +34,12 @@ def piece_cols(tile_n: int, itemsize: int, least: int) -> list[int]:
       and 3 * (tiles.round_up(tile_n, cols) - tile_n) <= tile_n
   ]
   return found[:1] if tile_n % found[0] == 0 else found
+
+
+def wide_cols(tile_n: int) -> int:
+  """Columns of pieces that threads store, where few pieces matter."""
+  count = tiles.cdiv(tile_n, WIDE_COLS)
+  return tiles.round_up(tiles.cdiv(tile_n, count), 8)
 
 
 def piece_rows(tile_n: int) -> list[int]:
@@ -76,8 +83,12 @@ class Staging:
 
   @property
   def pitch(self) -> int:
-    """Row pitch of a masked slot: 16 bytes more, against bank conflicts."""
-    return self.cols + tiles.tma_stride_elems(self.dtype)
+    """Row pitch of a masked slot: 16 bytes more, against bank conflicts.
+
+    So that eight rows begin in different banks, it is an odd number of 16 bytes.
+    """
+    unit = tiles.tma_stride_elems(self.dtype)
+    return unit * (tiles.cdiv(self.cols, unit) // 2 * 2 + 1)
 
   @property
   def num_bytes(self) -> int:

@@ -14,12 +14,14 @@ from pallas_kernels.problem import ALGORITHMS, OUT_DTYPES, Problem
 
 WG_THREADS = 128  # Of a warpgroup.
 SWIZZLE_BYTES = 128
+SECTOR_BYTES = 32  # Of a line of 128: what the L2 and the memory write at least.
 SMEM_LIMIT_BYTES = 232448  # What one CTA may have on Hopper.
 MAX_CTAS = 8  # Of a cluster, on every GPU that has clusters.
 BARRIER_BYTES = 1024  # Room for every mbarrier of a kernel, one alignment unit.
 TMA_BOX_LIMIT = 256  # Elements of one dimension of a TMA box.
 MAX_TILES = 2**30  # Their numbers, and those of splits, are of 32 bits.
 WGMMA_COLS = 256  # Columns that one wgmma instruction multiplies.
+WGMMA_K = 16  # Elements of k that it multiplies, of 16 bits.
 LEAST_COLUMNS = 16  # Of a tile: the epilogue stores 32 bytes of a row or more.
 GRID_WIDTH = 8  # Tiles of a band, where the config does not say (`tile_order`).
 

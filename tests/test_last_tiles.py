@@ -41,7 +41,7 @@ def test_results_are_right(case):
   check(kernel, problem, small_config(kernel, **fields), num_sms=4)
 
 
-def _copies(kernel: str, fields: dict, problem: Problem) -> list[tuple[bool, int, int]]:
+def copies(kernel: str, fields: dict, problem: Problem) -> list[tuple[bool, int, int]]:
   """(whether only if it is wanted, rows, columns) of the copies into shared memory."""
   config = small_config(kernel, **fields)
   text = str(jax.make_jaxpr(
@@ -57,30 +57,30 @@ def _copies(kernel: str, fields: dict, problem: Problem) -> list[tuple[bool, int
 @pytest.mark.parametrize("kernel", ["persistent", "pipelined"])
 def test_rows_beyond_the_last_are_not_loaded(kernel):
   """328 rows are two tiles of 128, and 72; 200 one, and 72."""
-  copies = _copies(kernel, {}, make_problem(328, 200, 128, "NT"))
-  whole = [rows for predicated, rows, _ in copies if not predicated]
+  found = copies(kernel, {}, make_problem(328, 200, 128, "NT"))
+  whole = [rows for predicated, rows, _ in found if not predicated]
   assert sorted(set(whole)) == [72, 128]
   # Behind the last: nowhere but in a cluster, or a group of rows.
-  assert {rows for predicated, rows, _ in copies if predicated} == {128}
+  assert {rows for predicated, rows, _ in found if predicated} == {128}
 
 
 def test_clusters_share_the_rows_of_the_last_tile():
   """Each CTA copies whole rows of tiles of 8 rows: 72 rows are 80 for two."""
-  copies = _copies("persistent", dict(cluster_n=2), make_problem(200, 512, 128, "NT"))
-  assert {rows for predicated, rows, _ in copies if not predicated} == {128, 80}
+  found = copies("persistent", dict(cluster_n=2), make_problem(200, 512, 128, "NT"))
+  assert {rows for predicated, rows, _ in found if not predicated} == {128, 80}
 
 
 def test_no_copy_asks_where_tiles_divide_the_operand():
   for layouts in ("NT", "TN"):
-    copies = _copies("persistent", {}, make_problem(256, 384, 128, layouts))
-    assert copies and not any(predicated for predicated, *_ in copies)
+    found = copies("persistent", {}, make_problem(256, 384, 128, layouts))
+    assert found and not any(predicated for predicated, *_ in found)
 
 
 def test_chunks_beyond_the_last_are_not_loaded():
   """Whole tiles do not ask; in the last, each chunk of 64 columns does."""
-  copies = _copies("persistent", {}, make_problem(200, 328, 128, "TN"))
-  assert set(copies) == {(False, 64, 64), (True, 64, 64)}
-  assert sum(predicated for predicated, *_ in copies) * 2 == len(copies)
+  found = copies("persistent", {}, make_problem(200, 328, 128, "TN"))
+  assert set(found) == {(False, 64, 64), (True, 64, 64)}
+  assert sum(predicated for predicated, *_ in found) * 2 == len(found)
 
 
 @dataclasses.dataclass(frozen=True)

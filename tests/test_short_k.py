@@ -1,0 +1,148 @@
+"""The last k tile: no more of it is loaded and multiplied than there is of k."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+from jaxgemm import cost_model
+from jaxgemm.device import known_device
+from jaxgemm.work import Work
+from pallas_kernels import KERNELS, slot_products, specialised
+from pallas_kernels.problem import Epilogue, PersistentConfig
+from tests import gpu_cases
+from tests.kernel_cases import (
+  LAYOUTS,
+  abstract_operands,
+  check,
+  make_problem,
+  mostly_slow,
+  small_config,
+)
+from tests.test_last_tiles import copies
+
+H200 = known_device("NVIDIA H200")
+# (fields, sizes, layouts): the last k tile has 16, 32 or 48 of 64, or is the only one.
+CASES = (
+    ({}, (136, 136, 88), "TN"),
+    (dict(wg_dim="n", tile_n=128), (136, 264, 16), "TN"),
+    (dict(wg_dim="tile"), (264, 200, 72), "TT"),
+    (dict(cluster_m=2), (264, 136, 70), "NN"),
+    (dict(cluster_n=4), (136, 520, 150), "TN"),
+    (dict(swap=True, tile_n=48), (136, 104, 97), "NT"),
+    (dict(promote=1), (136, 136, 40), "TT"),
+    (dict(promote=1), (136, 136, 200), "NN"),
+    (dict(num_stages=2, consumers=1, tile_m=64), (200, 72, 24), "NN"),
+)
+
+
+@pytest.mark.parametrize("case", mostly_slow(CASES, 4), ids=str)
+def test_results_are_right(case):
+  fields, sizes, layouts = case
+  problem = make_problem(*sizes, layouts)
+  check("persistent", problem, small_config("persistent", **fields), num_sms=4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layouts", LAYOUTS)
+@pytest.mark.parametrize(
+    "fields",
+    [{}, dict(wg_dim="n", tile_n=256), dict(cluster_m=2, cluster_n=2), dict(tile_n=104),
+     dict(wg_dim="tile", cluster_m=4), dict(swap=True)],
+    ids=str,
+)
+def test_results_are_right_on_the_chip(fields, layouts):
+  for k in (8, 16, 40, 72, 136, 328):
+    problem = make_problem(1000, 520, k, layouts)
+    gpu_cases.check("persistent", problem, small_config("persistent", **fields))
+
+
+@pytest.mark.parametrize(
+    "k, fields, depth",
+    [
+        (16, {}, 16), (8, {}, 16), (17, {}, 32), (49, {}, 0), (64, {}, 0), (65, {}, 16),
+        (1000, {}, 48),
+        (72, dict(promote=1), 0),  # Summed up with others, or
+        (40, dict(promote=1), 48),  # alone.
+        (72, dict(promote=2), 16),
+        (72, dict(swap=True), 16),
+    ],
+)
+def test_how_much_is_wanted(k, fields, depth):
+  problem, config = make_problem(128, 128, k), small_config("persistent", **fields)
+  assert specialised.last_depth(problem, config) == depth
+
+
+def test_operands_that_come_through_registers_are_loaded_as_a_whole():
+  problem = make_problem(128, 128, 71, "NN")
+  for way, depth in (("padded", 16), ("skewed", 0), ("loads", 0)):
+    config = small_config("persistent", tile_m=64, consumers=1, misaligned=way)
+    assert specialised.last_depth(problem, config) == depth
+  assert specialised.last_depth(make_problem(128, 128, 40, dtype="float32"), config) == 0
+
+
+def _rows(fields: dict, *sizes, **facts) -> list[tuple[bool, int]]:
+  found = copies("persistent", fields, make_problem(*sizes, **facts))
+  return sorted({(predicated, rows) for predicated, rows, _ in found})
+
+
+def test_rows_of_k_beyond_the_last_are_not_loaded():
+  assert _rows({}, 256, 256, 88, layouts="TN") == [(False, 32), (False, 64)]
+  assert _rows({}, 256, 256, 16, layouts="TN") == [(False, 16), (False, 64)]
+  assert _rows({}, 256, 256, 128, layouts="TN") == [(False, 64)]
+  assert _rows({}, 256, 256, 88, layouts="NT") == [(False, 128)]  # Rows are no k's.
+
+
+def test_clusters_share_rows_of_tiles_of_k():
+  """Each of four CTAs copies 8 rows of lhs."""
+  found = _rows(dict(cluster_n=4), 256, 512, 72, layouts="TT")
+  assert found == [(False, 32), (False, 64), (False, 128)]
+
+
+def test_a_barrier_has_as_many_arrivals_of_gated_products():
+  """Their boxes have 8 rows: those that nobody wants arrive without a byte."""
+  found = copies(
+      "persistent", dict(tile_n=128),
+      make_problem(128, 64, 72, "NN", epilogue=Epilogue(activation="silu", gated=True)),
+  )
+  boxes = [predicated for predicated, rows, _ in found if rows == 8]
+  assert len(boxes) == 2 * 2 * 8 and sum(boxes) == 2 * 6
+
+
+@pytest.mark.parametrize(
+    "layouts, n, k, depths",
+    [
+        ("TN", 256, 200, [16]),  # Whole k tiles are Pallas's to multiply.
+        ("NT", 256, 40, [48]),
+        ("NN", 256, 128, []),
+        ("NN", 264, 128, [64]),  # All columns by one wgmma, though they come in chunks.
+        ("TT", 256, 128, []),
+    ],
+)
+def test_what_is_multiplied(layouts, n, k, depths, monkeypatch):
+  found, multiply = [], slot_products.partial_wgmma.multiply
+
+  def record(acc, *args, depth, **kwargs):
+    found.append((acc.shape[1], depth))
+    multiply(acc, *args, depth=depth, **kwargs)
+
+  monkeypatch.setattr(slot_products.partial_wgmma, "multiply", record)
+  config = small_config("persistent", tile_n=128)
+  problem = make_problem(256, n, k, layouts)
+  jax.make_jaxpr(
+      lambda *x: KERNELS["persistent"].launch(x, problem, config, num_sms=132)
+  )(*abstract_operands(problem))
+  assert sorted(set(found)) == [(128, depth) for depth in depths]
+
+
+def test_the_model_knows():
+  config = PersistentConfig(tile_m=128, tile_n=128)
+
+  def estimate_us(k: int) -> float:
+    problem = make_problem(4096, 4096, k, "TN")
+    return cost_model.estimate(problem, "persistent", config, H200).time_us
+
+  assert estimate_us(1040) < estimate_us(1072) < estimate_us(1088)
+  problem = make_problem(64, 64, 80)
+  assert Work(problem, "persistent", config, H200).last_share == 0.25
+  assert Work(problem, "split_k", small_config("split_k"), H200).last_share == 1.0
