@@ -274,9 +274,9 @@ class Ring:
 
       return self._after(slot), slot
 
-    places = (self.slot_of(jnp.int32(first_step)),) * 2
-    count = jnp.int32(num_steps) - (1 if self.last_depth else 0)
-    places = lax.fori_loop(jnp.int32(0), count, multiply, places)
+    first = self.slot_of(jnp.int32(first_step))
+    count = jnp.int32(num_steps - 1 if self.last_depth else num_steps)
+    places = lax.fori_loop(jnp.int32(0), count, multiply, (first, first))
     if self.last_depth:
       multiply(count, places, self.last_depth)
     self.finish(refs, step=first_step + num_steps - 1)

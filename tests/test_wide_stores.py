@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from jaxgemm import traffic
+from jaxgemm import ring_slots, traffic
 from jaxgemm.cost_constants import MODEL
 from jaxgemm.device import known_device
 from jaxgemm.work import Work
-from pallas_kernels import KERNELS, register_stores, specialised, staging
+from pallas_kernels import KERNELS, register_stores, specialised, staging, tiles
 from pallas_kernels import epilogue as epilogues
 from pallas_kernels.problem import Epilogue
 from tests import gpu_cases
@@ -142,3 +142,15 @@ def test_results_are_right_on_the_chip(fields, layouts):
         make_problem(m, n, 200, layouts, batch=3),
     ):
       gpu_cases.check("persistent", problem, config)
+
+
+@pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("n", [WITHIN, 1008, 1024, 1001])
+def test_rings_have_the_slots_that_fit_beside_the_result(n, out_dtype):
+  """One more would not fit beside what is stored so; the shapes are those of plans."""
+  problem = make_problem(512, n, 4096, out_dtype=out_dtype)
+  like = ring_slots.alike(problem)
+  for shape in ((128, 192, 2, "tile"), (128, 256, 2, "m"), (128, 128, 2, "m")):
+    config = ring_slots.staged(like, (*shape, False), promote=0)[0]
+    sizes = [specialised.smem_bytes(each, config) for each in (problem, like)]
+    assert sizes[0] == sizes[1] <= tiles.SMEM_LIMIT_BYTES
