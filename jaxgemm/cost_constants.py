@@ -28,8 +28,9 @@ class Model:
   crooked_rows: float = 1.78  # As `short_rows`, of rows that begin within 128 bytes.
   crooked_memory: float = 0.248  # What crooked rows cost the memory itself.
   stores: float = 1.13  # Of the result's bytes,
-  crooked_stores: float = 0.6  # and more, where its rows begin within 32 bytes,
-  crooked_wide: float = 0.25  # where threads store these in wide pieces,
+  odd_stores: float = 1.21  # and more, where its rows begin within 16 bytes,
+  crooked_stores: float = 0.6  # where within 32,
+  crooked_wide: float = 0.4  # where threads store these in wide pieces,
   crooked_sectors: float = 0.03  # where at multiples of them.
   mixed: float = 0.35  # Of what crooked rows cost the L2 while a result leaves.
   crooked_32: float = 0.48  # Of crooked rows' costs, of those at multiples of 32 bytes.

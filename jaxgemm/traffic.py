@@ -151,6 +151,8 @@ def stored(row_bytes: int, model: Model, *, wide: bool = False) -> float:
     return model.stores
   if row_bytes % tiles.SECTOR_BYTES == 0:
     return model.stores + model.crooked_sectors
+  if row_bytes % 16:
+    return model.stores + model.odd_stores
   return model.stores + (model.crooked_wide if wide else model.crooked_stores)
 
 

@@ -2,16 +2,18 @@
 
 Or alpha, the activation's slopes at c, cast, store.
 
-The result leaves in pieces of 64 rows x up to 128 bytes. Where those do not divide the
-tile, the last one begins earlier: what it has in common with the one before is stored
-twice, the same bits each time. Each piece goes from registers into a staging slot in
-shared memory and from there to GMEM, in one of four ways (`staging.Staging.way`):
+The result leaves in pieces of 64 rows x up to 128 bytes, or 256 where threads store them.
+Where those do not divide the tile, the last one begins earlier: what it has in common
+with the one before is stored twice, the same bits each time. Each piece goes from
+registers into a staging slot in shared memory and from there to GMEM, in one of four ways
+(`staging.Staging.way`):
 
   flat    a TMA copy from an untiled view of the slot: any m and n whose row
           stride is a multiple of 16 bytes (TMA clips what lies outside);
   masked  ordinary coalesced stores, each guarded by its row and column: any
           stride (see `register_stores`). TMA cannot write such a result, and
-          padding it would cost a second pass over it;
+          padding it would cost a second pass over it; or it is slower at it (see
+          `stores_wide`);
   run     where that is so, and a tile has all columns: one run of memory, by a bulk copy
           (see `run_stores`);
   tiled   a TMA copy that undoes the tiling of the slot. Only in the emulator,

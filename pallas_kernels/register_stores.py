@@ -1,8 +1,9 @@
-"""Pieces of a result that TMA cannot store, stored through registers.
+"""Pieces of a result that TMA cannot store, or not as fast, stored through registers.
 
-TMA wants rows that begin a multiple of 16 bytes apart. Here the threads of a
-warpgroup write the piece instead, each as many bytes at once as every row is aligned
-to, and only what lies inside the result:
+TMA wants rows that begin a multiple of 16 bytes apart, and pieces of 128 bytes of them
+(see `epilogue.stores_wide`). Here the threads of a warpgroup write the piece instead,
+each as many bytes at once as every row is aligned to, a unit, and only what lies inside
+the result:
 
   registers -> shared memory -> registers -> GMEM
 
@@ -47,7 +48,7 @@ def store(
   With `transposed` the transposed piece. `row_order` says for which of its 64 rows each
   stands: see `fragments.row_of`.
   `slot` is a piece of shared memory of its shape, or with a longer row pitch that is
-  a multiple of 16 bytes. `col` is a multiple of 16.
+  a multiple of 16 bytes. `col` is a multiple of 8.
   """
   rows, cols = piece.shape[::-1] if transposed else piece.shape
   itemsize = jnp.dtype(piece.dtype).itemsize
@@ -128,7 +129,7 @@ def _store_rows(
       inside = arith.andi(in_cols, less(at, out.end))
       words.store(out.address(at, out_col), 0, values, inside)
       continue
-    inside = arith.cmpi(arith.CmpIPredicate.sgt, left, i32(i * step))
+    inside = less(i32(i * step), left)
     words.store(address, i * step * out.row_bytes, values, inside)
 
 

@@ -52,8 +52,8 @@ def _sample(items):
   """Has the smaller sets have some cases of tests that have many.
 
   The short set has the first case of a test and about an eighth of the others; `make
-  test` has the first and a third of the others of slow ones with four cases or more, and
-  of any with twelve or more.
+  test` has the first and a quarter of the others of slow ones with four cases or more,
+  and of any with ten or more.
   """
   slow, more = pytest.mark.slow, pytest.mark.more
   tests = collections.defaultdict(list)
@@ -63,7 +63,7 @@ def _sample(items):
   for cases in tests.values():
     for item in cases[1:]:
       drawn = zlib.crc32(item.nodeid.encode())  # The same in every process.
-      if drawn % 3 and len(cases) >= (4 if "slow" in item.keywords else 12):
+      if drawn % 4 and len(cases) >= (4 if "slow" in item.keywords else 10):
         item.add_marker(more)
       if drawn % 8:
         item.add_marker(slow)

@@ -152,11 +152,12 @@ def compute_in_integers(monkeypatch, *modules) -> None:
   """What modules of kernels compute in MLIR is computed, of Python's integers."""
   names = dict(
       addi="add", subi="sub", muli="mul", andi="and_", xori="xor", shli="lshift",
-      shrui="rshift",
+      shrui="rshift", divui="floordiv", remui="mod",
   )
   computed = {name: getattr(operator, does) for name, does in names.items()}
   computed |= dict(
-      minsi=min, maxsi=max, trunci=lambda _, x: x, select=lambda p, x, y: x if p else y
+      minsi=min, maxsi=max, minui=min, trunci=lambda _, x: x,
+      select=lambda p, x, y: x if p else y,
   )
   of_integers = dict(
       arith=types.SimpleNamespace(**computed), i32=int, i64=int, const64=int,

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import operator
+import types
+
 import pytest
 
 from jaxgemm import ring_slots, traffic
 from jaxgemm.cost_constants import MODEL
 from jaxgemm.device import known_device
 from jaxgemm.work import Work
-from pallas_kernels import KERNELS, register_stores, specialised, staging, tiles
+from pallas_kernels import (
+  KERNELS,
+  fragments,
+  register_stores,
+  specialised,
+  staging,
+  tiles,
+)
 from pallas_kernels import epilogue as epilogues
 from pallas_kernels.problem import Epilogue
-from tests import gpu_cases
+from tests import gpu_cases, kernel_cases
 from tests.kernel_cases import LAYOUTS, lowered, make_problem, small_config
 
 WITHIN = 1000  # Columns of 2000 bytes: 62.5 sectors.
@@ -117,6 +127,52 @@ def test_how_much_a_thread_stores_at_once(rows, cols, num_cols, width):
   assert register_stores._width(rows, cols, num_cols, 2) == width
   step = register_stores._step(rows, cols // width)
   assert step == (128 // (cols // width) if 128 % (cols // width) == 0 else 0)
+
+
+@pytest.mark.parametrize(
+    "cols, num_cols, row, col, order",
+    [
+        (128, 1000, 64, 896, "as they are"), (104, 1000, 8, 936, "eighths"),
+        (72, 1000, 960, 936, "as they are"), (96, 1000, 64, 96, "pairs"),
+        (64, 1001, 64, 960, "as they are"), (64, 1000, 0, 1024, "as they are"),
+    ],
+)
+def test_each_element_is_stored_once(cols, num_cols, row, col, order, monkeypatch):
+  """All threads' units of a piece at (row, col) of [1000, num_cols], by hand."""
+  kernel_cases.compute_in_integers(monkeypatch, register_stores, fragments)
+  monkeypatch.setattr(register_stores, "_behind", operator.add)
+  width = register_stores._width(64, cols, num_cols, 2)
+  pitch = staging.Staging("masked", "bfloat16", cols, 1).pitch
+  stored = {}
+
+  class Words:
+    num_elements, num_bytes = width, 2 * width
+
+    def load(self, address, offset):
+      return address + offset
+
+    def store(self, address, offset, source, inside):
+      for i in range(width if inside else 0):
+        target = (address + offset) // 2 + i
+        assert target not in stored
+        stored[target] = source // 2 + i
+
+  out = types.SimpleNamespace(
+      row=row, col=col, end=1000, num_cols=num_cols, row_bytes=2 * num_cols,
+      address=lambda row, col: 2 * (row * num_cols + col),
+  )
+  per_row = cols // width
+  by_rows = register_stores._step(64, per_row)
+  store = register_stores._store_rows if by_rows else register_stores._store_units
+  for thread in range(128):
+    store(Words(), thread, (0, 2 * pitch), out, 64, per_row, order)
+  wanted = {}
+  for i in range(64):
+    to = row + fragments.row_of(order, i)
+    for j in range(cols):
+      if to < 1000 and col + j < num_cols:
+        wanted[to * num_cols + col + j] = i * pitch + j
+  assert stored == wanted
 
 
 def test_wide_pieces_fill_fewer_sectors_in_part():

@@ -318,15 +318,17 @@ def test_k_is_not_shared_out_where_that_took_longer(size, layouts):
 )
 def test_pieces_of_results_have_whole_rows(tile_n, fields, sent):
   """7872x1624x88 NT took 16.4 us by 192x112 in turns, and 13.7 by 256 columns."""
-  problem = Problem(7872, 1624, 88, rhs_layout="k-major")
+  problem = Problem(7872, 1616, 88, rhs_layout="k-major")
   config = PersistentConfig(128, tile_n, consumers=2, **fields)
   assert Work(problem, "persistent", config, H200).sent == pytest.approx(sent)
   narrow = dataclasses.replace(problem, n=tile_n)  # All of a row: no line is shared.
   assert Work(narrow, "persistent", config, H200).sent == 1.0
+  wide = dataclasses.replace(problem, n=1624)  # Threads store rows within sectors.
+  assert Work(wide, "persistent", config, H200).sent == 1.0
 
 
 def test_what_pieces_send_takes_the_memory_time(monkeypatch):
-  problem = Problem(7872, 1624, 88, rhs_layout="k-major")
+  problem = Problem(7872, 1616, 88, rhs_layout="k-major")
   work = Work(problem, "persistent", PersistentConfig(128, 144), H200)
   found = traffic.memory(work, H200, MODEL)
   monkeypatch.setattr(Work, "sent", 1.0)
