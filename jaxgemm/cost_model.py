@@ -83,12 +83,14 @@ def estimate(
   if isinstance(config, DirectConfig):
     return _direct(problem, config, device, model)
   work = Work(problem, kernel, config, device)
-  busy = _busy(work, device, model)
+  supplies = traffic.supplies(work, model)
+  busy = _busy(work, device, model, supplies)
   energy = _energy(problem, config, device, model)
   bound = "power" if energy > busy else "the SMs"
   busy = _limited(busy, energy)
   memory = traffic.memory(work, device, model)
-  memory += model.mixed * traffic.stored_share(work) * _crooked_supply(work, model)
+  crooked_us = (work.k_steps - 1) * supplies[0].crooked_us + supplies[1].crooked_us
+  memory += model.mixed * traffic.stored_share(work) * work.per_sm * crooked_us
   if work.per_sm > 1:
     missing = -work.num_tiles % work.at_once  # Of the last wave.
     memory += model.tail * missing / work.at_once * busy / work.per_sm
@@ -181,7 +183,10 @@ def _start(work: Work, model: Model) -> float:
   return time
 
 
-def _busy(work: Work, device: Device, model: Model) -> float:
+def _busy(
+    work: Work, device: Device, model: Model,
+    supplies: tuple[traffic.Supply, traffic.Supply],
+) -> float:
   """Time of the busiest SM for its tiles."""
   problem, config = work.problem, work.config
   in_turn = work.has_roles and config.wg_dim == "tile"
@@ -218,10 +223,9 @@ def _busy(work: Work, device: Device, model: Model) -> float:
     reading = model.skew
   store = _store(work, model)
 
-  def step_with(together: int, reading: float, share: float) -> float:
+  def step_with(together: int, reading: float, share: float, supply: float) -> float:
     """Time of a k tile of which a share is multiplied."""
     alone = model.solo if not work.has_roles and together == 1 else 1.0
-    supply = traffic.supply(work, model, share)
     wait = (model.wait + supply) / (together * ahead)
     step = soft_max(max((matrix * share + reading) * alone, supply), wait)
     if work.cluster_k > 1:
@@ -233,10 +237,11 @@ def _busy(work: Work, device: Device, model: Model) -> float:
 
   def busy_with(together: int, reading: float = reading) -> float:
     """Time of as many tiles on one SM, at once: they hide each other's waits."""
-    steps = work.k_steps * step_with(together, reading, 1.0)
+    whole, last = supplies
+    steps = work.k_steps * step_with(together, reading, 1.0, whole.us)
     if work.last_share < 1.0:
-      whole = (work.k_steps - 1) / work.k_steps
-      steps = steps * whole + step_with(together, reading, work.last_share)
+      steps *= (work.k_steps - 1) / work.k_steps
+      steps += step_with(together, reading, work.last_share, last.us)
     # CTAs that share an SM store while others multiply, unless the stores are masked:
     # those occupy the SM's own pipes.
     own_store = store if work.masked else store / together
@@ -253,17 +258,6 @@ def _busy(work: Work, device: Device, model: Model) -> float:
   if work.kernel == pipelined.NAME:
     busy += model.launch * work.num_tiles / device.num_sms
   return busy
-
-
-def _crooked_supply(work: Work, model: Model) -> float:
-  """What the rows of the busiest SM take longer to come as they are crooked."""
-
-  def longer(share: float) -> float:
-    supplied = traffic.supply(work, model, share)
-    return supplied - traffic.supply(work, model, share, crooked_rows=0.0)
-
-  steps = (work.k_steps - 1) * longer(1.0) + longer(work.last_share)
-  return work.per_sm * steps
 
 
 def _matrix(work: Work, device: Device, model: Model) -> float:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
 
 from jaxgemm.cost_constants import Model
 from jaxgemm.device import Device
@@ -20,11 +21,24 @@ from pallas_kernels import tiles, ways
 from pallas_kernels.problem import Problem
 
 
-def row_costs(work: Work, model: Model, crooked_rows: float) -> tuple[float, float]:
+class Supply(NamedTuple):
+  """Time to bring a k tile into shared memory.
+
+  Attributes:
+    us: all of it.
+    crooked_us: what of it is due to rows that are crooked.
+  """
+
+  us: float
+  crooked_us: float
+
+
+def row_costs(work: Work, model: Model) -> tuple[tuple[float, float], ...]:
   """What it costs to fetch lhs and rhs, in multiples of their bytes.
 
-  A tile is fetched in rows: a k tile of a k-major operand, else the tile's whole
-  width. Short ones make poor use of the memory's pages and of the L2's lines.
+  Of each what it would cost if it were straight, and how much of it is crooked. A tile
+  is fetched in rows: a k tile of a k-major operand, else the tile's whole width. Short
+  ones make poor use of the memory's pages and of the L2's lines.
   """
   problem, config = work.problem, work.config
   costs, (lhs_way, rhs_way) = [], ways.of(problem)
@@ -32,20 +46,20 @@ def row_costs(work: Work, model: Model, crooked_rows: float) -> tuple[float, flo
       ("lhs", problem.lhs_shape, problem.lhs_layout, config.tile_m, lhs_way),
       ("rhs", problem.rhs_shape, problem.rhs_layout, config.tile_n, rhs_way),
   ):
+    if operand == "lhs" and work.lhs_way == "runs":
+      costs.append((1.0, 0.0))  # It has no rows.
+      continue
     k_major, tile_bytes = layout == "k-major", tile_mn * problem.itemsize
     # Tiles that end within a block are copied by blocks, and begin where the last ends.
     between = not k_major and tile_bytes % tiles.SWIZZLE_BYTES > 0
     short = k_major or between or way == "chunks"
-    row_bytes = tiles.SWIZZLE_BYTES if short else tile_bytes
+    lines = 1.0 if short else tiles.SWIZZLE_BYTES / tile_bytes  # A row's bytes in one.
     extra = 0.0 if k_major else model.short_rows  # The next k tile follows in memory.
     share = crooked(tile_bytes, model) if between else 0.0
     if operand not in work.padded:
       share = max(share, crooked(shape[-1] * problem.itemsize, model))
-    extra += crooked_rows * share
-    if operand == "lhs" and work.lhs_way == "runs":
-      extra = 0.0  # It has no rows.
-    costs.append(1.0 + extra * tiles.SWIZZLE_BYTES / row_bytes)
-  return costs[0], costs[1]
+    costs.append((1.0 + extra * lines, share * lines))
+  return tuple(costs)
 
 
 def crooked(num_bytes: int, model: Model) -> float:
@@ -56,29 +70,39 @@ def crooked(num_bytes: int, model: Model) -> float:
   return 1.0
 
 
-def supply(
-    work: Work, model: Model, share: float = 1.0, *, crooked_rows: float | None = None
-) -> float:
-  """Time to bring what one step multiplies into shared memory.
+def supplies(work: Work, model: Model) -> tuple[Supply, Supply]:
+  """What brings a k tile, and the last one, of which less may be wanted."""
+  costs = row_costs(work, model)
+  whole = _supply(work, model, costs, 1.0)
+  if work.last_share == 1.0:
+    return whole, whole
+  return whole, _supply(work, model, costs, work.last_share)
 
-  Of a k tile of which only a `share` is wanted, rows of k are brought no more than that.
-  `crooked_rows`: what crooked ones cost more, if not as the model says.
-  """
-  if crooked_rows is None:
-    crooked_rows = model.crooked_rows
+
+def _supply(
+    work: Work, model: Model, costs: tuple[tuple[float, float], ...], share: float
+) -> Supply:
+  """The same of a k tile of which a share is wanted: so many of its rows of k."""
   problem, config = work.problem, work.config
   rows = config.tile_m  # A producer loads none beyond the last, if lhs is k-major.
   if work.has_roles and problem.lhs_layout == "k-major" or work.lhs_way == "runs":
     rows = min(rows, problem.m)
   cols = tiles.round_up(config.tile_n, tiles.rhs_block(problem))
   share_rhs, share_lhs = work.multicast
-  costs = row_costs(work, model, crooked_rows)
+  lhs, rhs = costs
   lhs_rows, rhs_rows = rows * work.loads[0], cols * work.loads[1]
   lhs_rows *= 1.0 if problem.lhs_layout == "k-major" else share
   rhs_rows *= 1.0 if problem.rhs_layout == "k-major" else share
-  asked = lhs_rows * costs[0] / share_lhs + rhs_rows * costs[1] / share_rhs
-  received = lhs_rows * costs[0] + rhs_rows * costs[1]
-  by_tma = max(asked, model.multicast * received) / model.l2_rate
+
+  def by_tma(crooked_rows: float) -> float:
+    lhs_cost = lhs_rows * (lhs[0] + crooked_rows * lhs[1])
+    rhs_cost = rhs_rows * (rhs[0] + crooked_rows * rhs[1])
+    asked = lhs_cost / share_lhs + rhs_cost / share_rhs
+    received = lhs_cost + rhs_cost
+    return tiles.SWIZZLE_BYTES * max(asked, model.multicast * received) / model.l2_rate
+
+  time = by_tma(model.crooked_rows)
+  crooked_us = time - by_tma(0.0) if lhs[1] or rhs[1] else 0.0
   if work.loaded:
     valid = {"lhs": min(rows, problem.m), "rhs": min(config.tile_n, problem.n)}
     rates = model.aligned_rate, model.load_rate
@@ -86,15 +110,15 @@ def supply(
     by_loads = sum(
         valid[operand] / rates[operand in shifted] for operand in work.loaded
     )
-    return tiles.SWIZZLE_BYTES * max(by_tma, by_loads)
-  by_tma += model.same_lines * _crowding(work) / model.l2_rate
+    return Supply(max(time, tiles.SWIZZLE_BYTES * by_loads), crooked_us)
+  time += tiles.SWIZZLE_BYTES * model.same_lines * _crowding(work) / model.l2_rate
   # The lines of the only tile along m, or n, are asked for by all clusters at once.
   hot = 0.0
   if problem.m <= config.tile_m and "lhs" not in work.padded:
     hot += crooked(problem.lhs_shape[-1] * problem.itemsize, model) / share_lhs
   if problem.product_n <= config.tile_n and "rhs" not in work.padded:
     hot += crooked(problem.rhs_shape[-1] * problem.itemsize, model) / share_rhs
-  return tiles.SWIZZLE_BYTES * by_tma + model.hot * hot
+  return Supply(time + model.hot * hot, crooked_us)
 
 
 def _crowding(work: Work) -> float:
@@ -117,7 +141,10 @@ def _crowding(work: Work) -> float:
 def memory(work: Work, device: Device, model: Model) -> float:
   """Time of the memory for the bytes that must move."""
   lhs_bytes, rhs_bytes, other_bytes = _operand_bytes(work.problem)
-  lhs_cost, rhs_cost = row_costs(work, model, model.crooked_memory)
+  lhs_cost, rhs_cost = (
+      straight + model.crooked_memory * share
+      for straight, share in row_costs(work, model)
+  )
   lhs_bytes *= lhs_cost * work.weights[0]
   rhs_bytes *= rhs_cost * work.weights[1]
   problem, config = work.problem, work.config

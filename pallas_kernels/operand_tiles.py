@@ -24,9 +24,9 @@ seven ways (`Operand.way`):
 
 The first three want a row stride that is a multiple of 16 bytes; flat and chunks serve
 any size: TMA fills what lies beyond k with zeros, and rows and chunks beyond the last are
-not loaded, nor rows of k of which a kernel wants none (`depth`). What does not fit is padded before (see `preparing`). In the emulator every
-copy is a tiled one: it gives each view of shared memory a memory of its own, and has no
-rule about sizes.
+not loaded, nor rows of k of which a kernel wants none (`depth`). What does not fit is
+padded before (see `preparing`). In the emulator every copy is a tiled one: it gives each
+view of shared memory a memory of its own, and has no rule about sizes.
 """
 
 from __future__ import annotations

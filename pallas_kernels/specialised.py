@@ -251,9 +251,10 @@ def stores_runs(problem: Problem, config: PersistentConfig) -> bool:
 
 def stores_wide(problem: Problem, config: PersistentConfig) -> bool:
   """Whether threads store what TMA could: see `epilogue.stores_wide`."""
+  if config.swap or not epilogues.stores_wide(problem, stored_cols(problem, config)):
+    return False
   found = _epilogue(problem, config, epilogue_room(problem, config))
-  cols = stored_cols(problem, config)
-  return found.out.way == "masked" and epilogues.stores_wide(problem, cols)
+  return found.out.way == "masked"
 
 
 def _epilogue(

@@ -185,7 +185,7 @@ def test_rows_that_share_lines_are_crowded(n, k, layouts, fields, rows):
   problem = Problem(4096, n, k, **LAYOUTS[layouts])
   found = work(problem, tile_m=128, tile_n=256, **fields)
   free = dataclasses.replace(MODEL, same_lines=0.0)
-  more = traffic.supply(found, MODEL) - traffic.supply(found, free)
+  more = traffic.supplies(found, MODEL)[0].us - traffic.supplies(found, free)[0].us
   assert more == pytest.approx(MODEL.same_lines * 128 * rows / MODEL.l2_rate, abs=1e-9)
 
 
