@@ -9,6 +9,7 @@ from jaxgemm import cost_model
 from jaxgemm.device import known_device
 from jaxgemm.work import Work
 from pallas_kernels import KERNELS, slot_products, specialised
+from pallas_kernels.operand_tiles import Operand
 from pallas_kernels.problem import Epilogue, PersistentConfig
 from tests import gpu_cases
 from tests.kernel_cases import (
@@ -57,20 +58,24 @@ def test_results_are_right_on_the_chip(fields, layouts):
     gpu_cases.check("persistent", problem, small_config("persistent", **fields))
 
 
-@pytest.mark.parametrize(
-    "k, fields, depth",
-    [
-        (16, {}, 16), (8, {}, 16), (17, {}, 32), (49, {}, 0), (64, {}, 0), (65, {}, 16),
-        (1000, {}, 48),
-        (72, dict(promote=1), 0),  # Summed up with others, or
-        (40, dict(promote=1), 48),  # alone.
-        (72, dict(promote=2), 16),
-        (72, dict(swap=True), 16),
-    ],
-)
-def test_how_much_is_wanted(k, fields, depth):
-  problem, config = make_problem(128, 128, k), small_config("persistent", **fields)
-  assert specialised.last_depth(problem, config) == depth
+def test_how_much_is_wanted():
+  for k, fields, depth in (
+      (16, {}, 16), (8, {}, 16), (17, {}, 32), (49, {}, 0), (64, {}, 0), (65, {}, 16),
+      (1000, {}, 48),
+      (72, dict(promote=1), 0),  # Summed up with others, or
+      (40, dict(promote=1), 48),  # alone.
+      (72, dict(promote=2), 16),
+      (72, dict(swap=True), 16),
+  ):
+    problem, config = make_problem(128, 128, k), small_config("persistent", **fields)
+    assert specialised.last_depth(problem, config) == depth, (k, fields)
+
+
+def test_ctas_that_share_out_k_load_all_of_each_tile():
+  """None knows that its last one is the last."""
+  problem = make_problem(136, 136, 200, "TN")
+  check("split_k", problem, small_config("split_k"), num_sms=4)
+  assert {rows for _, rows, _ in copies("split_k", {}, problem)} == {64}
 
 
 def test_operands_that_come_through_registers_are_loaded_as_a_whole():
@@ -91,6 +96,8 @@ def test_rows_of_k_beyond_the_last_are_not_loaded():
   assert _rows({}, 256, 256, 16, layouts="TN") == [(False, 16), (False, 64)]
   assert _rows({}, 256, 256, 128, layouts="TN") == [(False, 64)]
   assert _rows({}, 256, 256, 88, layouts="NT") == [(False, 128)]  # Rows are no k's.
+  in_chunks = _rows({}, 256, 264, 88, layouts="TN")
+  assert in_chunks == [(False, 32), (False, 64), (True, 32), (True, 64)]
 
 
 def test_clusters_share_rows_of_tiles_of_k():
@@ -133,6 +140,27 @@ def test_what_is_multiplied(layouts, n, k, depths, monkeypatch):
       lambda *x: KERNELS["persistent"].launch(x, problem, config, num_sms=132)
   )(*abstract_operands(problem))
   assert sorted(set(found)) == [(128, depth) for depth in depths]
+
+
+def test_each_consumer_multiplies_its_own_columns(monkeypatch):
+  """Of chunks, and of a short k tile: those of its half of a tile, no more."""
+  found, stored = [], Operand.stored
+
+  def record(self, slots, slot, start, size, part=0):
+    if not self.is_lhs:
+      found.append((start if isinstance(start, int) else "its own", size))
+    return stored(self, slots, slot, start, size, part)
+
+  monkeypatch.setattr(Operand, "stored", record)
+  config = small_config("persistent", tile_m=64, tile_n=256, wg_dim="n")
+  for n, k in ((520, 128), (512, 16)):
+    problem = make_problem(256, n, k, "NN")
+    jax.make_jaxpr(
+        lambda *x, problem=problem: KERNELS["persistent"].launch(
+            x, problem, config, num_sms=132
+        )
+    )(*abstract_operands(problem))
+    assert set(found) == {("its own", 128)}
 
 
 def test_the_model_knows():
