@@ -139,17 +139,23 @@ def _store_units(
 ) -> None:
   """The same of any number of units a row: the threads take one after the other."""
   (base, pitch_bytes), total = slot, rows * per_row
-  places, found = [], []
-  for first in range(0, total, tiles.WG_THREADS):
+
+  def load(first: int):
     unit = arith.addi(thread, i32(first))
     is_one = less(unit, total)
     row, unit = (op(unit, i32(per_row)) for op in (arith.divui, arith.remui))
     row = arith.minui(row, i32(rows - 1))
-    places.append((row, unit, is_one))
-    found.append(words.load(_behind(base, arith.addi(
+    address = _behind(base, arith.addi(
         arith.muli(row, i32(pitch_bytes)), arith.muli(unit, i32(words.num_bytes))
-    )), 0))
-  for (row, unit, is_one), values in zip(places, found, strict=True):
+    ))
+    return row, unit, is_one, words.load(address, 0)
+
+  # Else places are computed before all tiles, and kept beside their sums: 192 spill.
+  thread = mgpu.utils.inline_ptx(
+      "mov.b32 $0, $1;", thread, result_types=i32_type(), has_side_effects=True
+  )
+  found = [load(first) for first in range(0, total, tiles.WG_THREADS)]
+  for row, unit, is_one, values in found:
     row = arith.addi(out.row, fragments.row_of(row_order, row))
     col = arith.addi(out.col, arith.muli(unit, i32(words.num_elements)))
     inside = arith.andi(less(col, out.num_cols), less(row, out.end))

@@ -141,6 +141,8 @@ def test_each_element_is_stored_once(cols, num_cols, row, col, order, monkeypatc
   """All threads' units of a piece at (row, col) of [1000, num_cols], by hand."""
   kernel_cases.compute_in_integers(monkeypatch, register_stores, fragments)
   monkeypatch.setattr(register_stores, "_behind", operator.add)
+  utils = types.SimpleNamespace(inline_ptx=lambda _, thread, **__: thread)
+  monkeypatch.setattr(register_stores, "mgpu", types.SimpleNamespace(utils=utils))
   width = register_stores._width(64, cols, num_cols, 2)
   pitch = staging.Staging("masked", "bfloat16", cols, 1).pitch
   stored = {}
