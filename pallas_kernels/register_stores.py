@@ -139,6 +139,10 @@ def _store_units(
 ) -> None:
   """The same of any number of units a row: the threads take one after the other."""
   (base, pitch_bytes), total = slot, rows * per_row
+  # Else places are computed before all tiles, and kept beside their sums: 192 spill.
+  thread = mgpu.utils.inline_ptx(
+      "mov.b32 $0, $1;", thread, result_types=i32_type(), has_side_effects=True
+  )
 
   def load(first: int):
     unit = arith.addi(thread, i32(first))
@@ -150,10 +154,6 @@ def _store_units(
     ))
     return row, unit, is_one, words.load(address, 0)
 
-  # Else places are computed before all tiles, and kept beside their sums: 192 spill.
-  thread = mgpu.utils.inline_ptx(
-      "mov.b32 $0, $1;", thread, result_types=i32_type(), has_side_effects=True
-  )
   found = [load(first) for first in range(0, total, tiles.WG_THREADS)]
   for row, unit, is_one, values in found:
     row = arith.addi(out.row, fragments.row_of(row_order, row))
