@@ -32,7 +32,7 @@ class Model:
   crooked_stores: float = 0.6  # where within 32,
   crooked_wide: float = 0.4  # where threads store these in wide pieces,
   crooked_sectors: float = 0.03  # where at multiples of them.
-  mixed: float = 0.35  # Of what crooked rows cost the L2 while a result leaves.
+  crooked_beside: float = 0.35  # Of what they cost the L2 while a result leaves.
   crooked_32: float = 0.48  # Of crooked rows' costs, of those at multiples of 32 bytes.
   crooked_64: float = 0.2  # The same, of 64 bytes.
   same_lines: float = 1.0  # As rows: of each that shares a line. By hand, of k < 64.

@@ -90,7 +90,7 @@ def estimate(
   busy = _limited(busy, energy)
   memory = traffic.memory(work, device, model)
   crooked_us = (work.k_steps - 1) * supplies[0].crooked_us + supplies[1].crooked_us
-  memory += model.mixed * traffic.stored_share(work) * work.per_sm * crooked_us
+  memory += model.crooked_beside * traffic.stored_share(work) * work.per_sm * crooked_us
   if work.per_sm > 1:
     missing = -work.num_tiles % work.at_once  # Of the last wave.
     memory += model.tail * missing / work.at_once * busy / work.per_sm

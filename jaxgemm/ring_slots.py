@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 import dataclasses
 import functools
+import math
 from typing import Any
 
 from jaxgemm.device import Device
@@ -31,12 +32,11 @@ _AHEAD_BYTES = 80_000  # That an SM asks for ahead, so that its own latency is h
 @functools.lru_cache(maxsize=256)
 def alike(problem: Problem) -> Problem:
   """A problem that takes as much shared memory, whatever the sizes."""
-  stride = tiles.tma_stride_elems(problem.out_dtype)
-  n = tiles.SECTOR_BYTES // problem.out_itemsize
-  if problem.n % stride:  # In steps of tiles' columns: some have all of the result's.
+  # Threads store rows that begin within sectors.
+  n = math.gcd(problem.n, tiles.SECTOR_BYTES // problem.out_itemsize)
+  if n % tiles.tma_stride_elems(problem.out_dtype):
+    # In steps of tiles' columns: some have all of the result's.
     n = min(tiles.round_up(problem.n, 8), specialised.MAX_TILE_N + 8) - 1
-  elif problem.n % n:  # Threads store such rows.
-    n = stride
   return dataclasses.replace(problem, batch=1, m=64, n=n, k=64)
 
 

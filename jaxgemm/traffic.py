@@ -156,7 +156,7 @@ def memory(work: Work, device: Device, model: Model) -> float:
     lhs_bytes *= 1 + model.reread
   if work.tiles_m > 1:
     rhs_bytes *= 1 + model.reread
-  other_bytes *= stored(work.row_bytes, model, wide=work.wide) * work.sent
+  other_bytes *= stored(work.row_bytes, model, wide=work.stored_wide) * work.sent
   moved = lhs_bytes + rhs_bytes + other_bytes
   time = moved / (device.bandwidth_tbps * 1e6 * model.memory)
   return time * (1 + model.apart * (1 - 1 / work.splits))

@@ -5,6 +5,8 @@ Counts alone: `traffic` and `cost_model` make times of them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from jaxgemm import operand_passes
 from jaxgemm.device import Device
 from pallas_kernels import (
@@ -50,7 +52,7 @@ class Work:
     row_bytes: of the result, as it is stored.
     masked: whether threads store it, and mask what lies beyond: TMA stores rows that
       begin a multiple of 16 bytes apart.
-    wide: whether they store what TMA could as well: see `epilogue.stores_wide`.
+    stored_wide: whether they store what TMA could as well: see `epilogue.stores_wide`.
     runs: whether its tiles leave in one bulk copy each all the same.
     lhs_way: see `ways.of_lhs`.
     promotes: whether consumers stop to add their sums to rounded ones.
@@ -78,11 +80,16 @@ class Work:
     reordered = self.has_roles and (
         specialised.row_order(problem, config) != "as they are"
     )
-    self.wide = self.sums == 1 and self._stores_wide()
-    self.masked = self.sums == 1 and (
-        kernel == direct.NAME or self.row_bytes % 16 > 0 or reordered or self.wide
+    self.stored_wide = self.sums == 1 and self._stores(
+        specialised.stores_wide, epilogue.stores_wide
     )
-    self.runs = self.masked and self._stores_runs()
+    self.masked = self.sums == 1 and (
+        kernel == direct.NAME or self.row_bytes % 16 > 0 or reordered
+        or self.stored_wide
+    )
+    self.runs = self.masked and self._stores(
+        specialised.stores_runs, epilogue.stores_runs
+    )
     if self.runs:
       self.masked, self.row_bytes = False, tiles.SWIZZLE_BYTES  # Without gaps.
     cluster_m, cluster_n = self.multicast
@@ -119,21 +126,13 @@ class Work:
     if split:
       self.passes = operand_passes.splitting(problem, config, split)
 
-  def _stores_runs(self) -> bool:
-    """Whether tiles of all columns leave in one piece each."""
+  def _stores(self, by_ring: Callable[..., bool], by_tile: Callable[..., bool]) -> bool:
+    """Whether the result leaves as one of these tells, of configs with a ring or not."""
     if self.kernel == direct.NAME or self.cluster_k > 1:
       return False
     if self.has_roles:
-      return specialised.stores_runs(self.asked, self.config)
-    return epilogue.stores_runs(self.asked, self.config.tile_n)
-
-  def _stores_wide(self) -> bool:
-    """Whether threads store in wide pieces what TMA could store."""
-    if self.kernel == direct.NAME or self.cluster_k > 1:
-      return False
-    if self.has_roles:
-      return specialised.stores_wide(self.asked, self.config)
-    return epilogue.stores_wide(self.asked, self.config.tile_n)
+      return by_ring(self.asked, self.config)
+    return by_tile(self.asked, self.config.tile_n)
 
   @property
   def multicast(self) -> tuple[int, int]:
@@ -193,7 +192,7 @@ class Work:
     """
     if not self.has_roles or self.runs or self.sums > 1 or self.config.swap:
       return 1.0
-    if self.wide:
+    if self.stored_wide:
       return 1.0
     cols = operand_passes.warpgroup_tile(self.config)[1]
     cols //= 1 + self.asked.epilogue.gated

@@ -123,8 +123,7 @@ def depths(problem: Problem, config: DirectConfig) -> tuple[int, ...]:
   found = [config.tile_k] * held
   apart = 0 < config.promote < steps  # The last is summed up with others like it.
   if config.splits == 1 and held == steps and not apart:
-    left = problem.k - (steps - 1) * config.tile_k
-    found[-1] = min(config.tile_k, tiles.round_up(left, tiles.WGMMA_K))
+    found[-1] = tiles.last_depth(problem.k, config.tile_k)
   return tuple(found)
 
 

@@ -381,7 +381,6 @@ def epilogues(
   reordered = row_order != "as they are"
   masked = by_registers or reordered or problem.n % tiles.tma_stride_elems(dtype)
   way = "masked" if masked and not emulated else copied
-  wide = not emulated and not transposed and stores_wide(problem, wg_tile_n)
   if transposed:
     cols = tiles.swizzle_elems(dtype)
     return tuple(
@@ -400,13 +399,10 @@ def epilogues(
   if way == "masked" and not (by_registers or reordered):
     if stores_runs(problem, wg_tile_n):
       found.append(Epilogue(problem, Staging("run", dtype, wg_tile_n, num_wgs), None))
-  if wide and not by_registers:
-    cols = staging.wide_cols(wg_tile_n)
-    found.append(Epilogue(
-        problem, Staging("masked", dtype, cols, num_wgs), None,
-        divided=wg_tile_n % cols == 0, row_order=row_order,
-    ))
-  for cols in staging.piece_cols(wg_tile_n, itemsize, least):
+  sizes = [(way, cols) for cols in staging.piece_cols(wg_tile_n, itemsize, least)]
+  if not (emulated or by_registers) and stores_wide(problem, wg_tile_n):
+    sizes.insert(0, ("masked", staging.wide_cols(wg_tile_n)))
+  for way, cols in sizes:
     if problem.epilogue.slopes == 2 and cols >= 32:
       cols //= 2  # Three arrays have slots, which the ring would lack.
     found.append(Epilogue(

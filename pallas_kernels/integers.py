@@ -44,6 +44,13 @@ def i64_address(pointer) -> ir.Value:
   return llvm.ptrtoint(ir.IntegerType.get_signless(64), pointer)
 
 
+def behind(pointer, num_bytes) -> ir.Value:
+  """The pointer so many bytes further on."""
+  return mgpu.utils.getelementptr(
+      pointer, [num_bytes], ir.IntegerType.get_signless(8)
+  )
+
+
 def place_of_fragment() -> tuple[ir.Value, ir.Value, ir.Value]:
   """(warp, row, pair of columns) that a thread has of a wgmma fragment's blocks.
 

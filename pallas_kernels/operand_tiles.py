@@ -11,8 +11,8 @@ seven ways (`Operand.way`):
            dimension of the array must be a multiple of the 8 x 128 byte tile, or
            smaller than it.
   chunks   other operands that do not fit: the slot is made of chunks of 128 bytes
-           of mn, each copied as a flat slot is, and each a wgmma of its own (but see
-           `partial_wgmma`).
+           of mn, each copied as a flat slot is. One wgmma takes them all (see
+           `partial_wgmma`); the emulator takes each by itself.
   loads    operands that fit in no other way, where the config says so: the producer
            loads them through registers (see `register_loads`).
   skewed   lhs that fits in none of the first three, where the config says so: TMA
@@ -363,7 +363,8 @@ class Operand:
 
     Of all k, or of the first `depth`.
     """
-    depths = slice(None) if depth in (None, self.tile_k) else pl.ds(0, depth)
+    is_short = depth not in (None, self.tile_k)
+    depths = pl.ds(0, depth) if is_short else slice(None)
     if self.way == "chunks":  # One of them, or what is wanted of the last.
       width = tiles.swizzle_elems(self.dtype)
       chunk = lax.div(jnp.int32(start), jnp.int32(width))
@@ -371,7 +372,7 @@ class Operand:
       ref = self._views(slots)[1].at[slot * self.num_parts + part, chunk, depths, cols]
     else:
       ref = self.stored(slots, slot, start, size, part)
-      if depths != slice(None):
+      if is_short:
         ref = ref.at[:, depths] if self.k_major else ref.at[depths]
     return ref if self.k_major == self.is_lhs else ref.transpose((1, 0))
 

@@ -1,11 +1,11 @@
-"""wgmma of a part of what lies in the slots: of columns, or of k.
+"""wgmma of a part of what lies in the slots: of columns, or of k; or of all chunks.
 
 An rhs whose rows lie along n lies in shared memory in blocks of 8 rows x 64 columns (128
 bytes), and Pallas takes as many columns as the blocks have. The instruction itself takes
 any multiple of 8: it reads the blocks in the order that its descriptor gives, and of the
-last one what it needs. Pallas multiplies all 64 of k, too, where each instruction takes
-16. Here the descriptors are Mosaic's, of all blocks, and the numbers of columns and of k
-are said apart.
+last one what it needs. Of chunks Pallas takes one at a time, and of k all 64, where each
+instruction takes 16. Here the descriptors are Mosaic's, of all blocks, and the numbers of
+columns and of k are said apart.
 
 The accumulator passes through as a value; nothing waits for it, as each wgmma that adds
 to it comes behind the last.

@@ -24,6 +24,7 @@ from jaxlib.mlir.dialects import arith, vector
 
 from pallas_kernels import fragments, tiles
 from pallas_kernels.integers import (
+  behind,
   const64,
   i32,
   i32_type,
@@ -112,7 +113,7 @@ def _store_rows(
   base, pitch_bytes = slot
   first_row = arith.divui(thread, i32(per_row))
   unit = arith.remui(thread, i32(per_row))
-  slot_address = _behind(base, arith.addi(
+  slot_address = behind(base, arith.addi(
       arith.muli(first_row, i32(pitch_bytes)), arith.muli(unit, i32(words.num_bytes))
   ))
   step = _step(rows, per_row)
@@ -149,7 +150,7 @@ def _store_units(
     is_one = less(unit, total)
     row, unit = (op(unit, i32(per_row)) for op in (arith.divui, arith.remui))
     row = arith.minui(row, i32(rows - 1))
-    address = _behind(base, arith.addi(
+    address = behind(base, arith.addi(
         arith.muli(row, i32(pitch_bytes)), arith.muli(unit, i32(words.num_bytes))
     ))
     return row, unit, is_one, words.load(address, 0)
@@ -160,12 +161,6 @@ def _store_units(
     col = arith.addi(out.col, arith.muli(unit, i32(words.num_elements)))
     inside = arith.andi(less(col, out.num_cols), less(row, out.end))
     words.store(out.address(row, col), 0, values, arith.andi(is_one, inside))
-
-
-def _behind(pointer, num_bytes) -> ir.Value:
-  return mgpu.utils.getelementptr(
-      pointer, [num_bytes], ir.IntegerType.get_signless(8)
-  )
 
 
 def _write_transposed(
@@ -182,9 +177,8 @@ def _write_transposed(
     row = fragments.row_of(row_order, row)
     col = arith.shli(lane, i32(1))
     place = arith.addi(arith.muli(col, i32(pitch)), row)
-    address = mgpu.utils.getelementptr(
-        mgpu.utils.memref_ptr(slot), [arith.muli(place, i32(itemsize))],
-        ir.IntegerType.get_signless(8),
+    address = behind(
+        mgpu.utils.memref_ptr(slot), arith.muli(place, i32(itemsize))
     )
     for odd in range(2):
       value = vector.extract(pair, dynamic_position=[], static_position=[odd])

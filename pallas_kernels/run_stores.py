@@ -23,6 +23,7 @@ from jaxlib.mlir.dialects import arith, vector
 
 from pallas_kernels import tiles
 from pallas_kernels.integers import (
+  behind,
   const64,
   i32,
   i32_type,
@@ -69,7 +70,7 @@ def store(piece, slot: Ref, out_gmem: Ref, row, col) -> None:
     phase = arith.trunci(i32_type(), arith.andi(begin, const64(UNIT - 1)))
     context.await_async_copy(0, await_read_only=True)
     base = mgpu.utils.memref_ptr(slot)
-    _write_fragments(piece, _behind(base, phase), num_cols, itemsize)
+    _write_fragments(piece, behind(base, phase), num_cols, itemsize)
     mgpu.utils.commit_shared()
 
     valid = arith.minsi(arith.subi(i32(num_rows), row), i32(rows))
@@ -82,18 +83,12 @@ def store(piece, slot: Ref, out_gmem: Ref, row, col) -> None:
   write(piece, slot, out_gmem, jnp.int32(row), jnp.int32(col))
 
 
-def _behind(pointer, num_bytes) -> ir.Value:
-  return mgpu.utils.getelementptr(
-      pointer, [num_bytes], ir.IntegerType.get_signless(8)
-  )
-
-
 def _write_fragments(piece, start, num_cols: int, itemsize: int) -> None:
   """Writes each element of the array's columns where it lies in the run."""
   warp, group, lane = place_of_fragment()
   row = arith.addi(arith.shli(warp, i32(4)), group)
   element = arith.addi(arith.muli(row, i32(num_cols)), arith.shli(lane, i32(1)))
-  address = _behind(start, arith.muli(element, i32(itemsize)))
+  address = behind(start, arith.muli(element, i32(itemsize)))
   bits = ir.IntegerType.get_signless(8 * itemsize)
   for i, pair in enumerate(piece.registers.flat):
     block, half = divmod(i, 2)
@@ -131,7 +126,7 @@ def _copy(base, where, first, num_bytes, thread) -> None:
       "{ .reg .pred p; setp.ne.b32 p, $3, 0;"
       " @p cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2;"
       " @p cp.async.bulk.commit_group; }",
-      arith.addi(where, i64_of_unsigned(first)), _behind(base, first), num_bytes,
+      arith.addi(where, i64_of_unsigned(first)), behind(base, first), num_bytes,
       arith.extui(i32_type(), wanted), has_side_effects=True,
   )
 
@@ -143,6 +138,6 @@ def _store_element(base, where, at, limit, thread, itemsize: int) -> None:
   mgpu.utils.inline_ptx(
       f"{{ .reg .pred p; .reg .{kind} v; setp.ne.b32 p, $2, 0;"
       f" @p ld.shared.{kind} v, [$1]; @p st.global.{kind} [$0], v; }}",
-      arith.addi(where, i64_of_unsigned(at)), _behind(base, at),
+      arith.addi(where, i64_of_unsigned(at)), behind(base, at),
       arith.extui(i32_type(), wanted), has_side_effects=True,
   )

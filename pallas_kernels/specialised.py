@@ -335,15 +335,14 @@ def overlaps(problem: Problem, config: PersistentConfig) -> bool:
 def last_depth(product: Problem, config: PersistentConfig) -> int:
   """Elements of k that are wanted of the last of all k tiles; 0: all of them.
 
-  Those that there are, in multiples of 16, as wgmma takes them. `product` is what the
-  kernel multiplies, of operands that are no parts.
+  `product` is what the kernel multiplies, of operands that are no parts.
   """
-  k_steps, rest = tiles.cdiv(product.k, config.tile_k), product.k % config.tile_k
   by_registers = ways.of_lhs(product, config) or ways.takes_loads(product, config)
-  apart = 0 < config.promote < k_steps  # The last is summed up with others like it.
-  if product.itemsize != 2 or by_registers or apart or not rest:
+  # The last is summed up with others like it.
+  apart = 0 < config.promote < tiles.cdiv(product.k, config.tile_k)
+  if product.itemsize != 2 or by_registers or apart:
     return 0
-  return tiles.round_up(rest, tiles.WGMMA_K) % config.tile_k
+  return tiles.last_depth(product.k, config.tile_k) % config.tile_k
 
 
 def num_teams(config: PersistentConfig) -> int:

@@ -54,6 +54,11 @@ def tma_stride_elems(dtype) -> int:
   return 16 // jnp.dtype(dtype).itemsize
 
 
+def last_depth(k: int, tile_k: int) -> int:
+  """Elements of k that are wanted of the last k tile, in multiples of WGMMA_K."""
+  return min(tile_k, round_up(k - (cdiv(k, tile_k) - 1) * tile_k, WGMMA_K))
+
+
 def swizzled(dtype, swizzle: int = SWIZZLE_BYTES) -> tuple[Any, ...]:
   """Transforms of shared memory that wgmma reads."""
   elems = swizzle // jnp.dtype(dtype).itemsize

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 import types
 
 import jax
@@ -278,3 +279,16 @@ def lowered(kernel: str, problem, config) -> str:
   operands += operands[2:] * (problem.epilogue.slopes == 2)
   launch = lambda *x: KERNELS[kernel].launch(x, problem, config, num_sms=132)
   return jax.export.export(jax.jit(launch), platforms=["cuda"])(*operands).mlir_module()
+
+
+def copies(kernel: str, fields: dict, problem: Problem) -> list[tuple[bool, int, int]]:
+  """(whether only if it is wanted, rows, columns) of the copies into shared memory."""
+  config = small_config(kernel, **fields)
+  text = str(jax.make_jaxpr(
+      lambda *x: KERNELS[kernel].launch(x, problem, config, num_sms=132)
+  )(*abstract_operands(problem)))
+  copy = r"copy_gmem_to_smem(\[.*\])? \w+\[0,\w+:\w+\+(\d+),\w+:\w+\+(\d+)\] ->"
+  return [
+      ("predicate" in options, int(rows), int(cols))
+      for options, rows, cols in re.findall(copy, text)
+  ]

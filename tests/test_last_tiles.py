@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from typing import Any
 
-import jax
 import pytest
 
-from pallas_kernels import KERNELS, operand_tiles
-from pallas_kernels.problem import Problem
+from pallas_kernels import operand_tiles
 from tests.kernel_cases import (
-  abstract_operands,
   check,
+  copies,
   make_problem,
   mostly_slow,
   small_config,
@@ -39,19 +36,6 @@ def test_results_are_right(case):
   kernel, fields, sizes, layouts = case
   problem = make_problem(*sizes, layouts)
   check(kernel, problem, small_config(kernel, **fields), num_sms=4)
-
-
-def copies(kernel: str, fields: dict, problem: Problem) -> list[tuple[bool, int, int]]:
-  """(whether only if it is wanted, rows, columns) of the copies into shared memory."""
-  config = small_config(kernel, **fields)
-  text = str(jax.make_jaxpr(
-      lambda *x: KERNELS[kernel].launch(x, problem, config, num_sms=132)
-  )(*abstract_operands(problem)))
-  copy = r"copy_gmem_to_smem(\[.*\])? \w+\[0,\w+:\w+\+(\d+),\w+:\w+\+(\d+)\] ->"
-  return [
-      ("predicate" in options, int(rows), int(cols))
-      for options, rows, cols in re.findall(copy, text)
-  ]
 
 
 @pytest.mark.parametrize("kernel", ["persistent", "pipelined"])

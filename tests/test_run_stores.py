@@ -68,7 +68,7 @@ def in_integers(monkeypatch):
     monkeypatch.setattr(run_stores, name, int)
   monkeypatch.setattr(run_stores, "i32_type", lambda: None)
   monkeypatch.setattr(run_stores, "less", operator.lt)
-  monkeypatch.setattr(run_stores, "_behind", operator.add)
+  monkeypatch.setattr(run_stores, "behind", operator.add)
   integers = types.SimpleNamespace(get_signless=lambda _: None)
   monkeypatch.setattr(run_stores, "ir", types.SimpleNamespace(IntegerType=integers))
   pick = lambda pair, static_position, **_: pair[static_position[0]]

@@ -19,11 +19,11 @@ from tests.kernel_cases import (
   LAYOUTS,
   abstract_operands,
   check,
+  copies,
   make_problem,
   mostly_slow,
   small_config,
 )
-from tests.test_last_tiles import copies
 
 H200 = known_device("NVIDIA H200")
 # (fields, sizes, layouts): the last k tile has 16, 32 or 48 of 64, or is the only one.

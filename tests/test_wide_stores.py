@@ -66,7 +66,7 @@ def test_where_threads_store(n, facts, fields, way, cols):
   wide = specialised.stores_wide(problem, config)
   assert wide == (way == "masked" and n == WITHIN)
   work = Work(problem, "persistent", config, known_device("NVIDIA H200"))
-  assert (work.wide, work.masked) == (wide, way == "masked")
+  assert (work.stored_wide, work.masked) == (wide, way == "masked")
 
 
 def test_an_emulator_stores_as_it_does():
@@ -140,7 +140,7 @@ def test_how_much_a_thread_stores_at_once(rows, cols, num_cols, width):
 def test_each_element_is_stored_once(cols, num_cols, row, col, order, monkeypatch):
   """All threads' units of a piece at (row, col) of [1000, num_cols], by hand."""
   kernel_cases.compute_in_integers(monkeypatch, register_stores, fragments)
-  monkeypatch.setattr(register_stores, "_behind", operator.add)
+  monkeypatch.setattr(register_stores, "behind", operator.add)
   utils = types.SimpleNamespace(inline_ptx=lambda _, thread, **__: thread)
   monkeypatch.setattr(register_stores, "mgpu", types.SimpleNamespace(utils=utils))
   width = register_stores._width(64, cols, num_cols, 2)
