@@ -134,38 +134,32 @@ def _direct(
 ) -> Estimate:
   """Of CTAs that wait for memory once: what their threads load, one chunk after another.
 
-  Crooked rows of which a CTA takes a part each begin in lines that others ask for, too;
-  copies ask for each line alone.
+  Those that are on an SM at once load and store in each other's waits. Of rows that begin
+  within lines each copied one asks for lines that others ask for, too, narrow as it is.
   """
   work = Work(problem, direct.NAME, config, device)
   shifted, crooked = misaligned(problem, 16), misaligned(problem, tiles.SWIZZLE_BYTES)
-  found, loading = tuple(direct.loads(problem, config)), 0.0
+  found, busy = tuple(direct.loads(problem, config)), 0.0
   copied = register_loads.are_copied([loads for _, loads in found])
   for operand, loads in found:
-    if copied:
-      more = model.direct_copied_crooked if operand in crooked else 0.0
-      loading += loads.num_chunks * (model.direct_copied + more)
-      continue
-    in_parts = config.splits > 1 if loads.k_major else loads.cols > loads.width
     chunk = model.direct_shifted if operand in shifted else model.direct_aligned
-    if operand not in shifted and operand in crooked and in_parts:
-      chunk += model.direct_crooked
-    loading += loads.num_chunks * chunk
-  loading *= work.k_steps / direct.num_slots(problem, config)  # Groups of k tiles.
+    busy += loads.num_chunks * (model.direct_copied if copied else chunk)
+    if copied and operand in crooked:
+      busy += loads.num_chunks * loads.round_rows * model.direct_crooked_row
+  busy *= work.k_steps / direct.num_slots(problem, config)  # Groups of k tiles.
   if copied:
-    loading += model.direct_step * work.k_steps
+    busy += model.direct_step * work.k_steps
   area = config.tile_m * config.tile_n / 64**2
   store = model.direct_odd if work.row_bytes % 16 else model.direct_store
   store *= area / config.splits * problem.out_itemsize / 2
-  store *= 1 + problem.epilogue.num_others
-  busy = loading + store
+  busy += store * (1 + problem.epilogue.num_others)
   time = model.direct + model.direct_spread * math.log2(work.num_tiles)
   if config.splits > 1:
     busy += model.direct_sums * area
     time += model.direct_cluster + model.direct_cta * config.splits
-  busy *= work.per_sm
-  exposed = model.direct_copies_memory if copied else model.direct_memory
-  memory = exposed * traffic.memory(work, device, model)
+  rounds = tiles.cdiv(work.per_sm, _resident(problem, direct.NAME, config))
+  busy *= rounds + model.direct_beside * (work.per_sm - rounds)
+  memory = model.direct_memory * traffic.memory(work, device, model)
   bound = "the memory" if memory > busy else "the SMs"
   return Estimate(
       time + busy + memory, work.num_tiles, work.per_sm, work.k_steps, bound, 1, (),

@@ -27,7 +27,7 @@ from pallas_kernels.problem import (
 
 _Shape = ring_slots.Shape
 _DIRECT_SPLITS = (2, 3, 4, 6, 8)  # CTAs of a cluster that share k.
-_MOST_DIRECT = 6  # k tiles of all CTAs of an SM, one after the other.
+_MOST_DIRECT = 6  # k tiles of all CTAs of an SM, where a CTA has more than one.
 # k tiles of tiles larger than 64x64, whose slots leave an SM one CTA: 8152x112x296 TN
 # took 5.4 us by 64x128 and 4.5 with a ring, 8x327x188x242 TN 8.0 by 128x64 and 5.3.
 _MOST_OF_LARGE = 3
@@ -136,13 +136,14 @@ def _direct_configs(
   most, shared = direct.MAX_SLOTS, direct.MAX_SLOTS
   if misaligned(problem, 16):
     most, shared = _MOST_SHIFTED, _MOST_SHARED
-  for tile_m, tile_n in tile_shapes.DIRECT:
+  shapes = tile_shapes.DIRECT + tile_shapes.DIRECT_LARGE * (k_steps <= 2)
+  for tile_m, tile_n in shapes:
     num_tiles = _num_tiles(problem, tile_m, tile_n)
     if _wasteful(problem, tile_m, tile_n):
       continue
     # Of a block of rhs a half or more, or all that there is.
     needed = 2 * tile_n >= tiles.rhs_block(problem) or tile_n >= problem.n
-    few = num_tiles * k_steps <= _MOST_DIRECT * device.num_sms
+    few = k_steps == 1 or num_tiles * k_steps <= _MOST_DIRECT * device.num_sms
     large = tile_m * tile_n > 64 * 64
     if k_steps <= min(most, _MOST_OF_LARGE if large else most) and needed and few:
       yield "direct", DirectConfig(tile_m, tile_n, tile_k, promote)

@@ -205,10 +205,13 @@ def as_multiplied(problem: Problem, operands, dtype=np.float64) -> list[np.ndarr
 
 
 def truth(problem: Problem, operands) -> np.ndarray:
-  """The float64 product of the operands as they are."""
-  lhs, rhs, *c = as_multiplied(problem, operands)
+  """The float64 result of the operands as they are, c and bias added."""
+  lhs, rhs, *others = as_multiplied(problem, operands)
   epilogue = problem.epilogue
-  return reference.matmul(lhs, rhs, *c, alpha=epilogue.alpha, beta=epilogue.beta)
+  assert epilogue.activation == "none", epilogue
+  c = others[:1] if epilogue.has_c else []
+  out = reference.matmul(lhs, rhs, *c, alpha=epilogue.alpha, beta=epilogue.beta)
+  return out + others[-1] if epilogue.has_bias else out
 
 
 def baseline_error(problem: Problem, operands) -> float:
@@ -217,7 +220,8 @@ def baseline_error(problem: Problem, operands) -> float:
   On a CPU XLA multiplies float32 exactly; a TF32 baseline rounds the operands as
   the tensor cores would.
   """
-  lhs, rhs, *c = operands
+  lhs, rhs, *others = operands
+  epilogue = problem.epilogue
   if problem.converts:
     lhs, rhs = (x.astype(problem.dtype) for x in (lhs, rhs))
   if problem.dtype == "float32" and jax.default_backend() == "cpu":
@@ -231,9 +235,11 @@ def baseline_error(problem: Problem, operands) -> float:
   out = lax.dot_general(
       lhs, rhs, (((lhs_k,), (rhs_k,)), ((0,), (0,))), preferred_element_type=jnp.float32
   )
-  out = problem.epilogue.alpha * out
-  if c:
-    out = out + problem.epilogue.beta * c[0].astype(jnp.float32)
+  out = epilogue.alpha * out
+  if epilogue.has_c:
+    out = out + epilogue.beta * others[0].astype(jnp.float32)
+  if epilogue.has_bias:
+    out = out + others[-1].astype(jnp.float32)
   return reference.relative_error(
       out.astype(problem.out_dtype), truth(problem, operands)
   )
