@@ -134,20 +134,20 @@ def _direct(
 ) -> Estimate:
   """Of CTAs that wait for memory once: what their threads load, one chunk after another.
 
-  Those that are on an SM at once load and store in each other's waits. Of rows that begin
-  within lines each copied one asks for lines that others ask for, too, narrow as it is.
+  Those that are on an SM at once load and store in each other's waits. Copies of rows
+  that begin within lines ask for lines that rows beside them ask for, too.
   """
   work = Work(problem, direct.NAME, config, device)
   shifted, crooked = misaligned(problem, 16), misaligned(problem, tiles.SWIZZLE_BYTES)
   found, busy = tuple(direct.loads(problem, config)), 0.0
-  copied = register_loads.are_copied([loads for _, loads in found])
-  for operand, loads in found:
+  copied = register_loads.copied([loads for _, loads in found])
+  for (operand, loads), is_copied in zip(found, copied, strict=True):
     chunk = model.direct_shifted if operand in shifted else model.direct_aligned
-    busy += loads.num_chunks * (model.direct_copied if copied else chunk)
-    if copied and operand in crooked:
-      busy += loads.num_chunks * loads.round_rows * model.direct_crooked_row
+    if is_copied:
+      chunk = model.direct_copied + model.direct_copied_crooked * (operand in crooked)
+    busy += loads.num_chunks * chunk
   busy *= work.k_steps / direct.num_slots(problem, config)  # Groups of k tiles.
-  if copied:
+  if any(copied):
     busy += model.direct_step * work.k_steps
   area = config.tile_m * config.tile_n / 64**2
   store = model.direct_odd if work.row_bytes % 16 else model.direct_store
@@ -159,7 +159,8 @@ def _direct(
     time += model.direct_cluster + model.direct_cta * config.splits
   rounds = tiles.cdiv(work.per_sm, _resident(problem, direct.NAME, config))
   busy *= rounds + model.direct_beside * (work.per_sm - rounds)
-  memory = model.direct_memory * traffic.memory(work, device, model)
+  exposed = model.direct_copies_memory if any(copied) else model.direct_memory
+  memory = exposed * traffic.memory(work, device, model)
   bound = "the memory" if memory > busy else "the SMs"
   return Estimate(
       time + busy + memory, work.num_tiles, work.per_sm, work.k_steps, bound, 1, (),

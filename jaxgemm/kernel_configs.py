@@ -141,11 +141,9 @@ def _direct_configs(
     num_tiles = _num_tiles(problem, tile_m, tile_n)
     if _wasteful(problem, tile_m, tile_n):
       continue
-    # Of a block of rhs a half or more, or all that there is.
-    needed = 2 * tile_n >= tiles.rhs_block(problem) or tile_n >= problem.n
     few = k_steps == 1 or num_tiles * k_steps <= _MOST_DIRECT * device.num_sms
     large = tile_m * tile_n > 64 * 64
-    if k_steps <= min(most, _MOST_OF_LARGE if large else most) and needed and few:
+    if k_steps <= min(most, _MOST_OF_LARGE if large else most) and few:
       yield "direct", DirectConfig(tile_m, tile_n, tile_k, promote)
     if (tile_m, tile_n) in tile_shapes.DIRECT_SPLIT:
       for splits in _DIRECT_SPLITS:

@@ -149,7 +149,7 @@ def _sixteen_bits(
   is much to load, and else over before a pass has been launched.
   """
   if problem.k <= tiles.swizzle_elems(problem.dtype):
-    return 1.15 * _single_k_tile(problem, memory), "one kernel of a single k tile"
+    return 1.1 * _single_k_tile(problem, memory), "one kernel of a single k tile"
   if not misaligned(problem, 16):
     few = problem.batch * problem.m * problem.n <= _FEW and min(problem.m, problem.n) > 1
     if not few or not 1024 <= problem.k <= 16384 or problem.k % 256:

@@ -8,7 +8,7 @@ once, stores what comes into shared memory, multiplies, and stores the result it
   load k tiles 0 .. K-1 | store them into shared memory | wgmma 0 .. K-1 | store
 
 Where nothing need be shifted, and there is more than a little, copies do the first two at
-once (see `register_loads.are_copied`). (A longer k comes in groups of as many k tiles as
+once (see `register_loads.copied`). (A longer k comes in groups of as many k tiles as
 there are slots, one after the other.) With `splits`, the CTAs of a cluster take a part of
 k each, and add up their sums through distributed shared memory, in one order (see
 `exchange`).

@@ -6,7 +6,7 @@ at such an address: with an odd number of columns it brings lhs alone, and that 
 tile at a time: it loads the two aligned pieces of 16 bytes in which they lie, shifts
 them together, and stores them where wgmma looks for them, swizzled. All loads of a
 round are under way before the first is used. Where nothing is shifted, the same pieces
-may be copied without registers (see `are_copied`).
+may be copied without registers (see `copied`).
 
 A slot is made of blocks of 8 rows x 128 bytes. A thread takes the same 16 bytes of
 every second block. Blocks begin a multiple of 16 bytes apart in memory, whatever the
@@ -46,7 +46,8 @@ from pallas_kernels.integers import const64, i32, i32_type, i64, i64_address, le
 
 CHUNK = 8  # Elements of 16 bits that a thread stores at once: 16 bytes.
 ROUND = 8  # Chunks of a thread whose loads are under way at once.
-_MANY_CHUNKS = 8  # Of a thread, that are copied.
+_MANY_CHUNKS = 8  # Of a thread, of which some are copied.
+_MOST_HOT = 32  # Of a thread, that are loaded all the same; 36 took 1.04 of the time.
 _BLOCK_ROWS, _BLOCK_COLS, _BLOCK_BYTES = 8, 64, 1024
 ROW_STEP = 2 * _BLOCK_ROWS  # Of a tile: what a round of loads takes at least.
 _SCALAR = plgpu.Layout.WG_SPLAT(())
@@ -93,6 +94,12 @@ class RegisterLoads:
   def aligned(self) -> bool:
     """Whether chunks lie in aligned pieces, and the array has all of each or none."""
     return self.cols % CHUNK == 0
+
+  @property
+  def is_hot(self) -> bool:
+    """Whether all CTAs of a product ask for the same rows, which share lines."""
+    shared = self.rows <= self.tile_rows if self.k_major else self.cols <= self.width
+    return shared and 2 * self.cols % tiles.SWIZZLE_BYTES > 0
 
   @property
   def k_is_short(self) -> bool:
@@ -174,7 +181,7 @@ class _Tile:
   def __init__(
       self, loads: RegisterLoads, copied: bool, source, target, batch, row, col
   ):
-    self.loads, self._copied = loads, copied
+    self.loads, self.copied = loads, copied
     shape = ir.MemRefType(source.type).shape
     self._source = i64_address(mgpu.utils.memref_ptr(source))
     self._last_byte = const64(2 * math.prod(shape) - 1)
@@ -251,7 +258,7 @@ class _Tile:
 
     def read(block_row: int, block_col: int, target):
       by_rows = const64(2 * block_row * loads.cols)
-      by_cols = const64(2 * block_col)
+      by_cols, inside = const64(2 * block_col), None
       if loads.has_edge and loads.k_major:
         inside = less(arith.addi(self._row, i32(block_row)), loads.rows)
         by_rows = arith.select(inside, by_rows, const64(0))
@@ -259,8 +266,8 @@ class _Tile:
         inside = less(arith.addi(self._col, i32(block_col)), loads.cols)
         by_cols = arith.select(inside, by_cols, const64(0))
       piece = arith.addi(first, arith.addi(by_rows, by_cols))
-      if self._copied:
-        return _copy_16_bytes(target, piece)
+      if self.copied:
+        return _copy_16_bytes(target, piece, inside)
       words = load_16_bytes(piece)
       if loads.aligned:
         return lambda: words
@@ -295,7 +302,7 @@ class _Tile:
       piece = arith.addi(
           first, const64(2 * (block_row * loads.cols + block_col))
       )
-      if self._copied:
+      if self.copied:
         return _copy_16_bytes(target, piece, arith.andi(inside, some))
       words = load_16_bytes(piece, arith.andi(inside, some))
       if loads.aligned:
@@ -309,15 +316,23 @@ class _Tile:
     return read
 
 
-def are_copied(loads: Sequence[RegisterLoads]) -> bool:
-  """Whether chunks are copied into shared memory, past the registers and the L1.
+def copied(loads: Sequence[RegisterLoads]) -> list[bool]:
+  """Which of them copy chunks into shared memory, past the registers and the L1.
 
-  As they can be where none is shifted. Many loads at once wait for each other's lines of
+  As they can where none is shifted. Many loads at once wait for each other's lines of
   the L1: 256x256x384 NN by 64x32 tiles took 3.7 us through registers, and takes 2.4
   copied. A few copies take up to 0.1 us longer than loads (H200; 134 configs).
+
+  Copies ask the L2 for each row apart, loads for what the L1 makes of a warp's: where all
+  CTAs ask for the same few lines, in rows that share them, copies wait for each other's.
+  24x3728x328 TT by 64x32 tiles took 4.6 us all copied, and takes 2.7; 48x1592x192 TT by
+  64x16 tiles 3.5 and 2.0.
   """
-  aligned = all(each.aligned for each in loads)
-  return aligned and sum(each.num_chunks for each in loads) >= _MANY_CHUNKS
+  many = sum(each.num_chunks for each in loads) >= _MANY_CHUNKS
+  if not many or not all(each.aligned for each in loads):
+    return [False] * len(loads)
+  few = sum(each.num_chunks for each in loads if each.is_hot) <= _MOST_HOT
+  return [not (each.is_hot and few) for each in loads]
 
 
 def load(
@@ -329,7 +344,7 @@ def load(
   (row, col) of the product `batch`; col is a multiple of CHUNK.
   """
   all_loads = [tile[0] for tile in tiles]
-  copied = are_copied(all_loads)
+  are_copied = copied(all_loads)
   refs = [ref for tile in tiles for ref in tile[1:3]]
   places = [jnp.int32(at) for tile in tiles for at in tile[3:]]
   types = [
@@ -340,9 +355,10 @@ def load(
   def run(_, *args):
     refs, places = args[:len(types)], [x.registers.item() for x in args[len(types):]]
     found = [
-        _Tile(loads, copied, *refs[2 * i : 2 * i + 2], *places[3 * i : 3 * i + 3])
-        for i, loads in enumerate(all_loads)
+        _Tile(loads, is_copied, *refs[2 * i : 2 * i + 2], *places[3 * i : 3 * i + 3])
+        for i, (loads, is_copied) in enumerate(zip(all_loads, are_copied, strict=True))
     ]
+    found.sort(key=lambda tile: not tile.copied)  # Copies first: they wait for nothing.
 
     def fill(masked: bool) -> None:
       chunks = [start for tile in found for start in tile.readers(masked)]
@@ -360,7 +376,7 @@ def load(
         with ir.InsertionPoint(block):
           fill(masked)
           scf.yield_([])
-    if copied:
+    if any(are_copied):
       mgpu.utils.inline_ptx("cp.async.wait_all;", has_side_effects=True)
 
   run(*refs, *places)

@@ -9,9 +9,9 @@ import collections
 
 import pytest
 
-from pallas_kernels import direct, tiles
+from pallas_kernels import direct, register_loads, tiles
 from pallas_kernels.problem import DirectConfig, Problem
-from pallas_kernels.register_loads import CHUNK, RegisterLoads, are_copied
+from pallas_kernels.register_loads import CHUNK, RegisterLoads
 from tests.kernel_cases import lowered, make_problem, small_config
 
 WIDTH = 64  # Elements of a block's row.
@@ -117,6 +117,14 @@ def test_direct_loads_no_more_of_the_last_k_tile_than_there_is(k, fields, depths
   assert direct.depths(Problem(100, 100, k), DirectConfig(**fields)) == depths
 
 
+def _copied(problem, config) -> dict[str, bool]:
+  """Whether threads copy each operand, of all k tiles alike."""
+  names, loads = zip(*direct.loads(problem, config), strict=True)
+  found = set(zip(names, register_loads.copied(loads), strict=True))
+  assert len(found) == 2
+  return dict(found)
+
+
 @pytest.mark.parametrize(
     ("size", "layouts", "copied"),
     [
@@ -128,11 +136,46 @@ def test_direct_loads_no_more_of_the_last_k_tile_than_there_is(k, fields, depths
 )
 def test_many_aligned_chunks_are_copied(size, layouts, copied):
   problem, config = make_problem(*size, layouts), DirectConfig(64, 64)
-  loads = [each for _, each in direct.loads(problem, config)]
-  assert are_copied(loads) == copied
+  assert _copied(problem, config) == dict(lhs=copied, rhs=copied)
   module = lowered("direct", problem, config)
   assert ("cp.async.cg" in module) == ("cp.async.wait_all" in module) == copied
   assert ("ld.global" in module) == (not copied)
+
+
+@pytest.mark.parametrize(
+    ("size", "layouts", "copied"),
+    [
+        ((48, 512, 192), "TN", (False, True)), ((512, 48, 192), "NN", (True, False)),
+        ((16, 512, 168), "NT", (False, True)), ((512, 16, 168), "NT", (True, False)),
+        ((48, 48, 192), "TN", (False, False)),
+        ((64, 512, 192), "TN", (True, True)),  # Whole lines.
+        ((48, 512, 192), "NT", (True, True)),
+        ((72, 512, 168), "TN", (True, True)),  # Of two tiles each CTA asks for one.
+        ((48, 512, 8 * 64), "TN", (False, True)),
+        ((48, 512, 9 * 64), "TN", (True, True)),  # 36 loads, one after the other.
+    ],
+    ids=str,
+)
+def test_what_all_ctas_ask_for_in_parts_of_lines_is_loaded(size, layouts, copied):
+  problem, config = make_problem(*size, layouts), DirectConfig(64, 64)
+  assert _copied(problem, config) == dict(zip(("lhs", "rhs"), copied, strict=True))
+  module = lowered("direct", problem, config)
+  assert ("cp.async.cg" in module) == any(copied)
+  assert ("ld.global" in module) == (not all(copied))
+
+
+@pytest.mark.parametrize(
+    ("size", "layouts", "asks_for_all"),
+    [((256, 256, 192), "NT", True), ((200, 256, 192), "NT", True),
+     ((200, 200, 192), "NT", False), ((256, 200, 192), "NN", True),
+     ((200, 200, 192), "TN", False)],
+    ids=str,
+)
+def test_what_lies_beyond_an_edge_is_not_copied(size, layouts, asks_for_all):
+  """Copies of other rows in its place had CTAs ask for the same lines again."""
+  module = lowered("direct", make_problem(*size, layouts), DirectConfig(64, 64))
+  assert ("cp.async.cg.shared.global [$0], [$1], 16;" in module) == asks_for_all
+  assert "cp.async.cg.shared.global [$0], [$1], 16, $2;" in module  # Beyond k.
 
 
 @pytest.mark.parametrize(
