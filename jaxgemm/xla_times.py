@@ -140,7 +140,7 @@ def _int8(problem: Problem, busy: float, memory: float) -> tuple[float, str]:
 def _sixteen_bits(
     problem: Problem, busy: float, memory: float
 ) -> tuple[float, str] | None:
-  """With one k tile XLA's kernel is often over sooner than any of ours can be.
+  """With one k tile XLA's kernel is over about as soon as ours.
 
   A few results of a long k took it 2.24 us (16x88x1024) to 3.84 (16x16x16384), but twice
   that where k is no multiple of 256.

@@ -8,10 +8,10 @@ once, stores what comes into shared memory, multiplies, and stores the result it
   load k tiles 0 .. K-1 | store them into shared memory | wgmma 0 .. K-1 | store
 
 Where nothing need be shifted, and there is more than a little, copies do the first two at
-once (see `register_loads.copied`). (A longer k comes in groups of as many k tiles as
-there are slots, one after the other.) With `splits`, the CTAs of a cluster take a part of
-k each, and add up their sums through distributed shared memory, in one order (see
-`exchange`).
+once, but of what all CTAs ask for (see `register_loads.copied`). (A longer k comes in
+groups of as many k tiles as there are slots, one after the other.) With `splits`, the
+CTAs of a cluster take a part of k each, and add up their sums through distributed shared
+memory, in one order (see `exchange`).
 
 Where there are only a few k tiles, a pipeline has nothing to overlap, and what remains
 is latency: of launching, of fetching TMA's descriptors, of one way from memory and one

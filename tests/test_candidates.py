@@ -23,16 +23,36 @@ def test_direct_shifts_few_k_tiles(k, listed):
   assert any(c.kernel == "direct" for c in found) == listed
 
 
+def _tiles_of_direct(problem) -> set[tuple[int, int]]:
+  return {
+      (c.config.tile_m, c.config.tile_n) for c in heuristics.candidates(problem, H200)
+      if c.kernel == "direct" and c.config.splits == 1
+  }
+
+
+@pytest.mark.parametrize(
+    ("size", "of_some", "of_large"),
+    [
+        ((8192, 8192, 64), True, True), ((8192, 8192, 72), False, False),  # Too many.
+        ((1024, 1024, 128), True, True), ((1024, 1024, 136), True, False),
+    ],
+    ids=str,
+)
+def test_direct_does_one_k_tile_of_any_product_and_a_few_of_small_ones(
+    size, of_some, of_large
+):
+  found = _tiles_of_direct(Problem(*size, rhs_layout="k-major"))
+  assert ({(64, 64), (128, 64)} <= found) == of_some
+  assert (found >= set(tile_shapes.DIRECT_LARGE)) == of_large
+  assert of_large or found.isdisjoint(tile_shapes.DIRECT_LARGE)
+
+
 @pytest.mark.parametrize(("k", "listed"), [(192, True), (200, False)])
 def test_large_tiles_of_direct_have_three_k_tiles(k, listed):
   """More of them leave an SM one CTA; small tiles may still have as many."""
-  found = heuristics.candidates(Problem(4072, 112, k, lhs_layout="m-major"), H200)
-  tiles_of_direct = {
-      (c.config.tile_m, c.config.tile_n) for c in found
-      if c.kernel == "direct" and c.config.splits == 1
-  }
-  assert ((64, 128) in tiles_of_direct) == ((128, 64) in tiles_of_direct) == listed
-  assert (64, 64) in tiles_of_direct
+  found = _tiles_of_direct(Problem(4072, 112, k, lhs_layout="m-major"))
+  assert ((64, 128) in found) == ((128, 64) in found) == listed
+  assert (64, 64) in found
 
 
 def test_clusters_of_direct_have_few_k_tiles_each():

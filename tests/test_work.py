@@ -275,6 +275,25 @@ def test_direct_loads_each_group_of_k_tiles():
     assert more - once == pytest.approx(24 * step, rel=0.15)
 
 
+@pytest.mark.parametrize("tile", [(64, 64), (128, 128)], ids=str)
+def test_ctas_of_direct_that_an_sm_has_at_once_hide_each_others_waits(tile):
+  """Five of 64x64, or two of 128x128: the first of a round is not hidden."""
+  config = DirectConfig(*tile)
+  free = dataclasses.replace(
+      MODEL, direct_spread=0.0, direct_memory=0.0, direct_copies_memory=0.0
+  )
+
+  def busy(per_sm: int) -> float:
+    problem = Problem(*tile, 64, batch=per_sm * H200.num_sms)
+    time_us = cost_model.estimate(problem, "direct", config, H200, free).time_us
+    return time_us - free.direct
+
+  at_once = {(64, 64): 5, (128, 128): 2}[tile]
+  for per_sm, rounds in ((at_once, 1), (at_once + 1, 2), (3 * at_once, 3)):
+    beside = rounds + MODEL.direct_beside * (per_sm - rounds)
+    assert busy(per_sm) == pytest.approx(busy(1) * beside)
+
+
 def test_direct_stores_each_result():
   epilogue = Epilogue(activation="gelu")
   one, two = (
