@@ -142,26 +142,34 @@ def test_many_aligned_chunks_are_copied(size, layouts, copied):
   assert ("ld.global" in module) == (not copied)
 
 
+def test_what_all_ctas_ask_for_in_parts_of_lines_is_loaded():
+  for size, layouts, fields, copied in (
+      ((48, 512, 192), "TN", {}, (False, True)),
+      ((512, 48, 192), "NN", {}, (True, False)),
+      ((512, 16, 192), "NN", dict(tile_n=16), (True, False)),
+      ((16, 512, 168), "NT", {}, (False, True)),
+      ((64, 512, 168), "NT", {}, (False, True)),
+      ((512, 16, 168), "NT", {}, (True, False)),
+      ((48, 48, 192), "TN", {}, (False, False)),
+      ((64, 512, 192), "TN", {}, (True, True)),  # Whole lines.
+      ((48, 512, 192), "NT", {}, (True, True)),
+      ((72, 512, 168), "TN", {}, (True, True)),  # Of two tiles each CTA asks for one.
+      ((48, 512, 8 * 64), "TN", {}, (False, True)),
+      ((48, 512, 9 * 64), "TN", {}, (True, True)),  # 36 loads, one after the other.
+  ):
+    problem = make_problem(*size, layouts)
+    config = DirectConfig(**dict(tile_m=64, tile_n=64) | fields)
+    expected = dict(zip(("lhs", "rhs"), copied, strict=True))
+    assert _copied(problem, config) == expected, (size, layouts, fields)
+
+
 @pytest.mark.parametrize(
-    ("size", "layouts", "copied"),
-    [
-        ((48, 512, 192), "TN", (False, True)), ((512, 48, 192), "NN", (True, False)),
-        ((16, 512, 168), "NT", (False, True)), ((512, 16, 168), "NT", (True, False)),
-        ((48, 48, 192), "TN", (False, False)),
-        ((64, 512, 192), "TN", (True, True)),  # Whole lines.
-        ((48, 512, 192), "NT", (True, True)),
-        ((72, 512, 168), "TN", (True, True)),  # Of two tiles each CTA asks for one.
-        ((48, 512, 8 * 64), "TN", (False, True)),
-        ((48, 512, 9 * 64), "TN", (True, True)),  # 36 loads, one after the other.
-    ],
-    ids=str,
+    ("size", "layouts"), [((48, 512, 192), "TN"), ((512, 16, 168), "NT")], ids=str
 )
-def test_what_all_ctas_ask_for_in_parts_of_lines_is_loaded(size, layouts, copied):
-  problem, config = make_problem(*size, layouts), DirectConfig(64, 64)
-  assert _copied(problem, config) == dict(zip(("lhs", "rhs"), copied, strict=True))
-  module = lowered("direct", problem, config)
-  assert ("cp.async.cg" in module) == any(copied)
-  assert ("ld.global" in module) == (not all(copied))
+def test_copies_are_on_their_way_before_loads_are_waited_for(size, layouts):
+  module = lowered("direct", make_problem(*size, layouts), DirectConfig(64, 64))
+  assert "cp.async.wait_all" in module
+  assert module.index("cp.async.cg") < module.index("ld.global")
 
 
 @pytest.mark.parametrize(

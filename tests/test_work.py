@@ -294,6 +294,33 @@ def test_ctas_of_direct_that_an_sm_has_at_once_hide_each_others_waits(tile):
     assert busy(per_sm) == pytest.approx(busy(1) * beside)
 
 
+def test_copies_of_rows_that_share_lines_cost_more():
+  """Of 256 rows of k four chunks a thread for each 64."""
+  free = dataclasses.replace(MODEL, direct_copied_crooked=0.0)
+  for m, more in ((512, 0.0), (504, 16 * MODEL.direct_copied_crooked)):
+    problem = Problem(m, 64, 256, lhs_layout="m-major")
+    time_us, without = (
+        cost_model.estimate(problem, "direct", DirectConfig(), H200, model).time_us
+        for model in (MODEL, free)
+    )
+    assert time_us - without == pytest.approx(more)
+
+
+def test_what_is_loaded_beside_copies_counts_as_copies_do():
+  """Of 48 columns of lhs, which all CTAs ask for, and of none that are copied."""
+  for n, layouts, copies in ((512, "TN", True), (511, "TN", False)):
+    problem = Problem(48, n, 192, **LAYOUTS[layouts])
+
+    def time_us(problem=problem, **constants) -> float:
+      model = dataclasses.replace(MODEL, **constants)
+      return cost_model.estimate(problem, "direct", DirectConfig(), H200, model).time_us
+
+    steps = time_us() - time_us(direct_step=0.0)
+    assert steps == pytest.approx(3 * MODEL.direct_step * copies)
+    assert (time_us(direct_copies_memory=0.0) < time_us()) == copies
+    assert (time_us(direct_memory=0.0) < time_us()) == (not copies)
+
+
 def test_direct_stores_each_result():
   epilogue = Epilogue(activation="gelu")
   one, two = (
