@@ -52,8 +52,8 @@ def _sample(items):
   """Has the smaller sets have some cases of tests that have many.
 
   The short set has the first case of a test and about an eighth of the others; `make
-  test` has the first and a quarter of the others of slow ones with four cases or more,
-  and of any with ten or more.
+  test` has the first and a quarter of the others of slow ones with three cases or more,
+  and of any with six or more.
   """
   slow, more = pytest.mark.slow, pytest.mark.more
   tests = collections.defaultdict(list)
@@ -63,7 +63,7 @@ def _sample(items):
   for cases in tests.values():
     for item in cases[1:]:
       drawn = zlib.crc32(item.nodeid.encode())  # The same in every process.
-      if drawn % 4 and len(cases) >= (4 if "slow" in item.keywords else 10):
+      if drawn % 4 and len(cases) >= (3 if "slow" in item.keywords else 6):
         item.add_marker(more)
       if drawn % 8:
         item.add_marker(slow)
