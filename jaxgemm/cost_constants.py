@@ -29,6 +29,8 @@ class Model:
   crooked_memory: float = 0.248  # What crooked rows cost the memory itself.
   stores: float = 1.13  # Of the result's bytes,
   odd_stores: float = 1.21  # and more, where its rows begin within 16 bytes,
+  direct_units: float = 1.70  # where by direct, in units of 2 or 4 bytes,
+  direct_half_units: float = 0.45  # in units of 8 bytes,
   crooked_stores: float = 0.6  # where within 32,
   crooked_wide: float = 0.4  # where threads store these in wide pieces,
   crooked_sectors: float = 0.03  # where at multiples of them.
@@ -51,7 +53,10 @@ class Model:
   direct_copies_memory: float = 0.326  # Of the memory's time for these.
   direct_store: float = 0.232  # Of 64x64 elements of 16 bits,
   direct_odd: float = 0.268  # of rows that begin within 16 bytes.
+  direct_sectors: float = 0.246  # of whole sectors of rows that begin within some.
   direct_beside: float = 0.796  # Of what a CTA takes, beside another on its SM.
+  direct_later: float = 0.588  # Of that, of those beyond the first few of an SM,
+  direct_later_memory: float = 0.293  # of the memory's time, and more, the more they are.
   direct_cluster: float = 0.443  # Of clusters: to be launched, and to exchange.
   direct_cta: float = 0.0869  # The same, of each CTA.
   direct_sums: float = 0.689  # They exchange 64x64 sums.

@@ -41,6 +41,8 @@ from pallas_kernels import (
 )
 from pallas_kernels.problem import Config, DirectConfig, GemvConfig, Problem
 
+_FEW_CTAS = 4  # Of direct on an SM, that wait together.
+
 
 class Estimate(NamedTuple):
   """The estimated time, and what it consists of.
@@ -151,15 +153,23 @@ def _direct(
     busy += model.direct_step * work.k_steps
   area = config.tile_m * config.tile_n / 64**2
   store = model.direct_odd if work.row_bytes % 16 else model.direct_store
+  if work.halo:
+    store = model.direct_sectors
   store *= area / config.splits * problem.out_itemsize / 2
   busy += store * (1 + problem.epilogue.num_others)
   time = model.direct + model.direct_spread * math.log2(work.num_tiles)
   if config.splits > 1:
     busy += model.direct_sums * area
     time += model.direct_cluster + model.direct_cta * config.splits
-  rounds = tiles.cdiv(work.per_sm, _resident(problem, direct.NAME, config))
-  busy *= rounds + model.direct_beside * (work.per_sm - rounds)
+  # CTAs that come later are launched one by one, and no longer wait together.
+  at_once = _resident(problem, direct.NAME, config)
+  later = max(0, work.per_sm - max(at_once, _FEW_CTAS))
+  as_if = work.per_sm - later * (1 - model.direct_later)
+  rounds = tiles.cdiv(work.per_sm, at_once)
+  rounds *= as_if / work.per_sm
+  busy *= rounds + model.direct_beside * (as_if - rounds)
   exposed = model.direct_copies_memory if any(copied) else model.direct_memory
+  exposed += model.direct_later_memory * later / work.per_sm
   memory = exposed * traffic.memory(work, device, model)
   bound = "the memory" if memory > busy else "the SMs"
   return Estimate(

@@ -14,7 +14,16 @@ import math
 from jaxgemm import exactness, ring_slots, tile_shapes
 from jaxgemm.device import Device
 from jaxgemm.operand_passes import misaligned, passes
-from pallas_kernels import direct, fragments, gemv, parts, run_loads, specialised, tiles
+from pallas_kernels import (
+  direct,
+  fragments,
+  gemv,
+  parts,
+  run_loads,
+  sector_stores,
+  specialised,
+  tiles,
+)
 from pallas_kernels.problem import (
   BlockedConfig,
   Config,
@@ -153,6 +162,10 @@ def _direct_configs(
         if _even(k_steps, splits) == splits:
           fewer = exactness.promotion(problem, steps)
           yield "direct", DirectConfig(tile_m, tile_n, tile_k, fewer, splits)
+  if k_steps == 1 and sector_stores.halo(problem.n):
+    for tile_m, tile_n in tile_shapes.DIRECT_OVERLAPPING:
+      if problem.n > tile_n:
+        yield "direct", DirectConfig(tile_m, tile_n, tile_k, promote, overlap=True)
 
 
 def _gemv_configs(

@@ -30,6 +30,7 @@ PING_PONG: tuple[Shape, ...] = (
 PIPELINED = ((64, 128, 4), (128, 64, 4), (64, 64, 6), (64, 32, 8))
 DIRECT = ((64, 64), (128, 64), (64, 128), (64, 32), (64, 16))
 DIRECT_LARGE = ((128, 128), (64, 192), (64, 256))  # Of one or two k tiles.
+DIRECT_OVERLAPPING = ((64, 128), (64, 192), (64, 240))  # Of one, in whole sectors.
 DIRECT_SPLIT = ((64, 64), (64, 32), (64, 16))  # Larger sums take long to exchange.
 # Rows and consumers of tiles of lhs in 8 bits. (128, 1) and (192, 3) were the fastest of
 # none of 14 problems (H200).

@@ -17,7 +17,7 @@ from jaxgemm.cost_constants import Model
 from jaxgemm.device import Device
 from jaxgemm.operand_passes import misaligned
 from jaxgemm.work import Work
-from pallas_kernels import tiles, ways
+from pallas_kernels import direct, tiles, ways
 from pallas_kernels.problem import Problem
 
 
@@ -26,7 +26,7 @@ class Supply(NamedTuple):
 
   Attributes:
     us: all of it.
-    crooked_us: what of it is due to rows that are crooked.
+    crooked_us: what of it is due to rows that are crooked, or share lines.
   """
 
   us: float
@@ -111,7 +111,8 @@ def _supply(
         valid[operand] / rates[operand in shifted] for operand in work.loaded
     )
     return Supply(max(time, tiles.SWIZZLE_BYTES * by_loads), crooked_us)
-  time += tiles.SWIZZLE_BYTES * model.same_lines * _crowding(work) / model.l2_rate
+  crowding = tiles.SWIZZLE_BYTES * model.same_lines * _crowding(work) / model.l2_rate
+  time, crooked_us = time + crowding, crooked_us + crowding
   # The lines of the only tile along m, or n, are asked for by all clusters at once.
   hot = 0.0
   if problem.m <= config.tile_m and "lhs" not in work.padded:
@@ -132,8 +133,8 @@ def _crowding(work: Work) -> float:
       ("lhs", problem.lhs_shape, problem.lhs_layout, work.config.tile_m, share_lhs),
       ("rhs", problem.rhs_shape, problem.rhs_layout, work.config.tile_n, share_rhs),
   ):
-    row_bytes = shape[-1] * problem.itemsize
-    if layout == "k-major" and operand not in work.padded:
+    row_bytes = tiles.round_up(shape[-1] * problem.itemsize, 16)  # Padded, if need be.
+    if layout == "k-major" and (operand != "lhs" or work.lhs_way is None):
       crowded += tile_mn * max(tiles.SWIZZLE_BYTES / row_bytes - 1, 0.0) / share
   return crowded
 
@@ -156,7 +157,11 @@ def memory(work: Work, device: Device, model: Model) -> float:
     lhs_bytes *= 1 + model.reread
   if work.tiles_m > 1:
     rhs_bytes *= 1 + model.reread
-  other_bytes *= stored(work.row_bytes, model, wide=work.stored_wide) * work.sent
+  row_bytes = tiles.SECTOR_BYTES if work.halo else work.row_bytes  # Or as if it were.
+  cost = stored(
+      row_bytes, model, wide=work.stored_wide, together=work.kernel == direct.NAME
+  )
+  other_bytes *= cost * work.sent
   moved = lhs_bytes + rhs_bytes + other_bytes
   time = moved / (device.bandwidth_tbps * 1e6 * model.memory)
   return time * (1 + model.apart * (1 - 1 / work.splits))
@@ -168,18 +173,24 @@ def stored_share(work: Work) -> float:
   return other_bytes / work.problem.num_bytes
 
 
-def stored(row_bytes: int, model: Model, *, wide: bool = False) -> float:
+def stored(
+    row_bytes: int, model: Model, *, wide: bool = False, together: bool = False
+) -> float:
   """What it costs to store a result of such rows, in multiples of its bytes.
 
   Of rows that begin within a sector of 32 bytes, each piece fills some in part: fewer,
-  if pieces are `wide`.
+  if pieces are `wide`. `together`: neighbours are stored at once, by as many CTAs as the
+  SMs have room for, as `direct` stores them.
   """
   if row_bytes % tiles.SWIZZLE_BYTES == 0:
     return model.stores
   if row_bytes % tiles.SECTOR_BYTES == 0:
     return model.stores + model.crooked_sectors
-  if row_bytes % 16:
+  if row_bytes % 16 and not together:
     return model.stores + model.odd_stores
+  if row_bytes % 16:
+    units = model.direct_half_units if row_bytes % 8 == 0 else model.direct_units
+    return model.stores + units
   return model.stores + (model.crooked_wide if wide else model.crooked_stores)
 
 

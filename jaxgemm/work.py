@@ -16,6 +16,7 @@ from pallas_kernels import (
   parts,
   persistent,
   run_loads,
+  sector_stores,
   specialised,
   staging,
   tiles,
@@ -54,6 +55,7 @@ class Work:
       begin a multiple of 16 bytes apart.
     stored_wide: whether they store what TMA could as well: see `epilogue.stores_wide`.
     runs: whether its tiles leave in one bulk copy each all the same.
+    halo: columns that a tile shares with the next, so that it stores whole sectors.
     lhs_way: see `ways.of_lhs`.
     promotes: whether consumers stop to add their sums to rounded ones.
   """
@@ -95,7 +97,11 @@ class Work:
     cluster_m, cluster_n = self.multicast
     self.cluster = cluster_m * cluster_n * self.cluster_k
     self.tiles_m = tiles.round_up(tiles.cdiv(product.m, config.tile_m), cluster_m)
-    self.tiles_n = tiles.round_up(tiles.cdiv(product.product_n, config.tile_n), cluster_n)
+    self.halo = 0
+    if getattr(config, "overlap", False):
+      self.halo = sector_stores.halo(problem.n)
+    along_n = tiles.overlapping(product.product_n, config.tile_n, self.halo)
+    self.tiles_n = tiles.round_up(along_n, cluster_n)
     self.num_tiles = product.batch * self.tiles_m * self.tiles_n * self.splits
     self.at_once = device.ctas_at_once(self.cluster)
     self.per_sm = tiles.cdiv(self.num_tiles, self.at_once)

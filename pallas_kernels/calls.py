@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -91,7 +92,8 @@ class Call:
 def make_call(
     operands, problem: Problem, config: Config, *, stored_cols: int, num_wgs: int,
     interpret, result: Problem | None = None, by_registers: bool = False,
-    halves: Halves | None = None, room: int = tiles.SMEM_LIMIT_BYTES,
+    overlapping: bool = False, halves: Halves | None = None,
+    room: int = tiles.SMEM_LIMIT_BYTES,
 ) -> Call:
   """Prepares operands (lhs, rhs[, c][, biases], or scales) for a kernel.
 
@@ -106,6 +108,7 @@ def make_call(
       partial sums of split-k), or where that is the product of its parts: its batch,
       m, n, out_dtype, algorithm and epilogue count.
     by_registers: whether registers, not TMA, bring the operands and take the result.
+    overlapping: whether tiles may overlap: the grid's by the epilogue's `halo`.
     halves: the operands' float16 parts, where these are multiplied.
     room: bytes of shared memory that the ring leaves.
   """
@@ -129,17 +132,19 @@ def make_call(
         parts.split(padding.mend_stride(x, split.dtype), split.count)
         for x in operands[:2]
     ]
+  make_epilogue = functools.partial(
+      epilogues.make_epilogue, result, stored_cols, num_wgs, emulated=emulated,
+      transposed=getattr(config, "swap", False), by_registers=by_registers,
+      overlapping=overlapping, room=room,
+  )
   if split is not None and split.lhs_in_registers:
     prepared = lhs_registers.prepare(*operands[:2], problem, config, emulated=emulated)
   else:
     prepared = preparing.prepare(
         *lhs_and_rhs, problem, config, emulated=emulated, by_registers=by_registers,
+        halo=make_epilogue().halo,
     )
-  epilogue = epilogues.make_epilogue(
-      result, stored_cols, num_wgs, emulated=emulated,
-      transposed=getattr(config, "swap", False), by_registers=by_registers, room=room,
-      row_order=prepared.lhs_operand.row_order,
-  )
+  epilogue = make_epilogue(row_order=prepared.lhs_operand.row_order)
   epilogue = dataclasses.replace(epilogue, scales=facts)
   by_name |= epilogues.prepare_biases(epilogue, operands)
   inputs = prepared.lhs, prepared.rhs, epilogues.prepare_c(operands[2:], result)

@@ -37,7 +37,14 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import accumulate, calls, register_loads, slot_products, tiles
+from pallas_kernels import (
+  accumulate,
+  calls,
+  register_loads,
+  sector_stores,
+  slot_products,
+  tiles,
+)
 from pallas_kernels.exchange import Exchange, first_col
 from pallas_kernels.problem import ALONG_K, DirectConfig, Problem
 
@@ -56,6 +63,7 @@ def supports(problem: Problem, config: DirectConfig) -> str | None:
       or tiles.check_tile(problem, config.tile_m, config.tile_n, config.tile_k)
       or register_loads.check_columns(config.tile_n)
       or _check_splits(problem, config)
+      or _check_overlap(problem, config)
       or accumulate.check(config.tile_m, config.tile_n, config.promote)
       or tiles.check_smem(smem_bytes(problem, config))
   )
@@ -69,6 +77,16 @@ def _check_splits(problem: Problem, config: DirectConfig) -> str | None:
       f"splits={config.splits} must be in [1, {most}]: the CTAs of a cluster share out"
       f" the k tiles of k={problem.k}"
   )
+
+
+def _check_overlap(problem: Problem, config: DirectConfig) -> str | None:
+  """Why tiles cannot overlap, or None."""
+  if not config.overlap:
+    return None
+  if config.splits > 1:
+    return "overlap=True excludes splits: each CTA of a cluster stores some columns"
+  reason = sector_stores.check(problem, config.tile_n)
+  return reason and f"overlap=True: {reason}"
 
 
 def smem_bytes(problem: Problem, config: DirectConfig) -> int:
@@ -90,7 +108,9 @@ def _other_bytes(problem: Problem, config: DirectConfig) -> int:
   inbox = 0
   if exchange is not None:
     inbox, cols = exchange.smem_bytes, exchange.share_cols
-  staging = calls.epilogue_bytes(problem, cols, 1, by_registers=True)
+  staging = calls.epilogue_bytes(
+      problem, cols, 1, by_registers=True, overlapping=config.overlap
+  )
   return inbox + staging + tiles.BARRIER_BYTES
 
 
@@ -151,10 +171,12 @@ def launch(
   stored_cols = exchange.share_cols if exchange else config.tile_n
   call = calls.make_call(
       operands, problem, config, stored_cols=stored_cols, num_wgs=1, interpret=interpret,
-      by_registers=True,
+      by_registers=True, overlapping=config.overlap,
   )
   lhs, rhs = call.prepared.lhs_operand, call.prepared.rhs_operand
-  grid = tiles.TileGrid.of(problem, config.tile_m, config.tile_n)
+  grid = tiles.TileGrid.of(
+      problem, config.tile_m, config.tile_n, call.epilogue.halo
+  )
   k_steps, held = num_steps(problem, config), num_slots(problem, config)
   wanted = depths(problem, config)
 

@@ -5,7 +5,7 @@ Or alpha, the activation's slopes at c, cast, store.
 The result leaves in pieces of 64 rows x up to 128 bytes, or 256 where threads store them.
 Where those do not divide the tile, the last one begins earlier: what it has in common
 with the one before is stored twice, the same bits each time. Each piece goes from
-registers into a staging slot in shared memory and from there to GMEM, in one of four ways
+registers into a staging slot in shared memory and from there to GMEM, in one of five ways
 (`staging.Staging.way`):
 
   flat    a TMA copy from an untiled view of the slot: any m and n whose row
@@ -14,6 +14,8 @@ registers into a staging slot in shared memory and from there to GMEM, in one of
           stride (see `register_stores`). TMA cannot write such a result, and
           padding it would cost a second pass over it; or it is slower at it (see
           `stores_wide`);
+  sectors  the same in whole sectors of 32 bytes, by tiles that overlap (see
+          `sector_stores`);
   run     where that is so, and a tile has all columns: one run of memory, by a bulk copy
           (see `run_stores`);
   tiled   a TMA copy that undoes the tiling of the slot. Only in the emulator,
@@ -46,6 +48,7 @@ from pallas_kernels import (
   partial_stores,
   register_stores,
   run_stores,
+  sector_stores,
   staging,
   tiles,
 )
@@ -83,6 +86,7 @@ class Epilogue:
   transposed: bool = False
   scales: Scales | None = None
   row_order: RowOrder = "as they are"  # Of sums: see `fragments.row_of`.
+  halo: int = 0  # Columns that a tile, or a piece, shares with the next.
 
   @property
   def bias_cols(self) -> int:
@@ -232,7 +236,7 @@ class Epilogue:
 
     And the columns of each that the one before has stored.
     """
-    cols = staging.starts(shape[1], self._step)
+    cols = staging.starts(shape[1] - self.halo, self._step - self.halo)
     return [
         (i, j, stored) for i in range(0, shape[0], PIECE_ROWS) for j, stored in cols
     ]
@@ -245,6 +249,11 @@ class Epilogue:
       register_stores.store(
           piece, slots.at[wg], out_gmem, row, col, end, transposed=self.transposed,
           row_order=self.row_order,
+      )
+      return
+    if self.out.way == "sectors":
+      sector_stores.store(
+          piece, slots.at[wg], out_gmem, row, col, halo=self.halo
       )
       return
     if self.out.way == "run":
@@ -334,7 +343,7 @@ class Epilogue:
 
   def finish(self) -> None:
     """Waits until every store of this warpgroup has left shared memory."""
-    if self.out.way != "masked":
+    if self.out.way not in ("masked", "sectors"):
       plgpu.wait_smem_to_gmem(0)
 
 
@@ -366,18 +375,24 @@ def stores_wide(problem: Problem, wg_tile_n: int) -> bool:
 @functools.lru_cache(maxsize=1024)  # A plan asks for the same few again and again.
 def epilogues(
     problem: Problem, wg_tile_n: int, num_wgs: int, *, emulated: bool,
-    transposed: bool = False, by_registers: bool = False,
+    transposed: bool = False, by_registers: bool = False, overlapping: bool = False,
     row_order: RowOrder = "as they are",
 ) -> tuple[Epilogue, ...]:
   """Epilogues of pieces of several sizes, where those do not divide the tile; or one.
 
   That of the largest comes first: it should be taken if there is room for its slots.
   The way of the store follows from the row stride of the result; `by_registers` asks for
-  the masked way whatever the stride. The emulator has neither alignment rules nor the
+  the masked way whatever the stride; `overlapping` says that tiles may overlap along n by
+  the `halo` of what is returned. The emulator has neither alignment rules nor the
   masked store's instructions: it always takes the tiled way.
   """
   copied = "tiled" if emulated else "flat"
   dtype, c_dtype = problem.out_dtype, problem.epilogue.c_dtype
+  if overlapping and not emulated:
+    halo = sector_stores.halo(problem.n)
+    cols = staging.sector_cols(wg_tile_n, halo)
+    out = Staging("sectors", dtype, cols, num_wgs)
+    return (Epilogue(problem, out, None, halo=halo),)
   reordered = row_order != "as they are"
   masked = by_registers or reordered or problem.n % tiles.tma_stride_elems(dtype)
   way = "masked" if masked and not emulated else copied

@@ -35,8 +35,8 @@ def i64_of_unsigned(value) -> ir.Value:
 
 
 def less(value, limit) -> ir.Value:
-  """Whether a signed value of 32 bits is less than another, or than a number."""
-  limit = i32(limit) if isinstance(limit, int) else limit
+  """Whether one signed value of 32 bits, or number, is less than another."""
+  value, limit = (i32(x) if isinstance(x, int) else x for x in (value, limit))
   return arith.cmpi(arith.CmpIPredicate.slt, value, limit)
 
 

@@ -73,6 +73,7 @@ class Operand:
       of a gated product. `mn` is of one of them, `tile_mn` of all.
     packed: whether they are one array, the one behind the other along mn.
     source: dtype of the array that consumers convert, or "".
+    halo: of `tile_mn`, that the next tile has, too: of one array.
   """
 
   is_lhs: bool
@@ -89,6 +90,7 @@ class Operand:
   num_arrays: int = 1
   packed: bool = False
   source: str = ""
+  halo: int = 0
 
   @property
   def swizzle(self) -> int:
@@ -246,7 +248,7 @@ class Operand:
         wanted = all_wanted or mn + first < self.mn
         copy(array, slot.at[i, pl.ds(0, depth)], (k, depth), cols, wanted)
 
-    if self._last_mn == size:
+    if self._last_mn >= size:
       load(True)
       return
     pl.when(mn + size <= self.mn)(lambda: load(True))
@@ -269,7 +271,8 @@ class Operand:
     if self.mn < size or last >= size:
       load(min(last, size))
       return
-    start = self.mn - self._last_mn  # A tile of a group of rows may begin behind it.
+    # A tile of a group of rows may begin behind the last one.
+    start = tiles.last_start(self.mn, size, self.halo)
     pl.when(mn < start)(lambda: load(size))
     pl.when(mn == start)(lambda: load(last))
     pl.when(mn > start)(lambda: load(size, mn < self.mn))
@@ -281,7 +284,7 @@ class Operand:
     What lies beyond is not loaded: what comes of it is not stored, and TMA takes (on an
     H200) twice as long to fill a row with zeros as to bring one.
     """
-    return self.mn % self.array_mn or self.array_mn
+    return self.mn - tiles.last_start(self.mn, self.array_mn, self.halo)
 
   def _origin(self, array: int) -> int:
     """Where the array begins along mn."""
@@ -297,6 +300,7 @@ class Operand:
     loads = register_loads.RegisterLoads.of(
         self.mn, self.k, self.tile_mn, self.tile_k, k_major=self.k_major,
         depth=depth or self.tile_k, transforms=tiles.swizzled(self.dtype),
+        halo=self.halo,
     )
     at = (mn, k) if self.k_major else (k, mn)
     return loads, gmem[0], slots.at[slot], batch if self.batched else 0, *at

@@ -376,7 +376,9 @@ class PipelinedConfig:
 class DirectConfig:
   """Tile of one CTA, whose k tiles have a shared-memory slot each.
 
-  The `splits` CTAs of a cluster share the k of one tile. `promote`: see PersistentConfig.
+  The `splits` CTAs of a cluster share the k of one tile. With `overlap` tiles have some
+  columns of the next, so that each stores whole sectors (see `sector_stores`). `promote`:
+  see PersistentConfig.
   """
 
   tile_m: int = 64
@@ -384,6 +386,7 @@ class DirectConfig:
   tile_k: int = 64
   promote: int = 0
   splits: int = 1
+  overlap: bool = False
 
   @property
   def cluster_k(self) -> int:

@@ -65,6 +65,7 @@ class RegisterLoads:
     transforms: of the slots.
     depth: elements of k that are wanted of a tile, a multiple of 16.
     width: rows of lhs or columns of rhs that are wanted of it.
+    halo: of those, that the next tile has, too.
   """
 
   rows: int
@@ -75,6 +76,7 @@ class RegisterLoads:
   transforms: tuple[Any, ...]
   depth: int
   width: int
+  halo: int = 0
 
   def __post_init__(self):
     assert self.tile_rows % ROW_STEP == 0 == self.tile_cols % _BLOCK_COLS
@@ -82,13 +84,13 @@ class RegisterLoads:
   @classmethod
   def of(
       cls, mn: int, k: int, tile_mn: int, tile_k: int, *, k_major: bool, depth: int,
-      transforms: tuple[Any, ...] = (),
+      transforms: tuple[Any, ...] = (), halo: int = 0,
   ) -> RegisterLoads:
     """Those of tiles of an operand of [mn, k], or [k, mn], into slots of whole blocks."""
     size, tile = (mn, k), (tile_mn, tile_k)
     if not k_major:
       size, tile = (k, mn), (tile_k, tiles.round_up(tile_mn, _BLOCK_COLS))
-    return cls(*size, *tile, k_major, transforms, depth, width=tile_mn)
+    return cls(*size, *tile, k_major, transforms, depth, tile_mn, halo)
 
   @property
   def aligned(self) -> bool:
@@ -146,10 +148,10 @@ class RegisterLoads:
   def has_edge(self) -> bool:
     """Whether some tiles reach beyond the rows of lhs or the columns of rhs."""
     if self.k_major:
-      return self.rows % self.tile_rows > 0
+      last = tiles.last_start(self.rows, self.tile_rows, self.halo)
+      return last + self.tile_rows > self.rows
     across = tiles.round_up(self.wanted[1], self.chunks_across * CHUNK)
-    last = (tiles.cdiv(self.cols, self.width) - 1) * self.width
-    return last + across > self.cols
+    return tiles.last_start(self.cols, self.width, self.halo) + across > self.cols
 
   @property
   def num_chunks(self) -> int:

@@ -65,7 +65,7 @@ def store(
     _, num_cols = ir.MemRefType(out.type).shape
     _, pitch = ir.MemRefType(slot.type).shape
     width = _width(rows, cols, num_cols, itemsize)
-    words = _Words(width, itemsize)
+    words = Words(width, itemsize)
     mgpu.utils.warpgroup_barrier()  # The last piece has been read.
     if transposed:
       _write_transposed(piece, slot, pitch, row_order)
@@ -106,7 +106,7 @@ class _Out:
 
 
 def _store_rows(
-    words: _Words, thread, slot: tuple[Any, int], out: _Out, rows: int, per_row: int,
+    words: Words, thread, slot: tuple[Any, int], out: _Out, rows: int, per_row: int,
     row_order: fragments.RowOrder,
 ) -> None:
   """Stores rows of `per_row` units, which divide the warpgroup: whole rows at once."""
@@ -135,7 +135,7 @@ def _store_rows(
 
 
 def _store_units(
-    words: _Words, thread, slot: tuple[Any, int], out: _Out, rows: int, per_row: int,
+    words: Words, thread, slot: tuple[Any, int], out: _Out, rows: int, per_row: int,
     row_order: fragments.RowOrder,
 ) -> None:
   """The same of any number of units a row: the threads take one after the other."""
@@ -207,7 +207,7 @@ def _step(rows: int, per_row: int) -> int | None:
   return step if rows % step == 0 else None
 
 
-class _Words:
+class Words:
   """Loads and stores of 2 to 16 bytes: units of `num_elements`."""
 
   def __init__(self, num_elements: int, itemsize: int):

@@ -7,12 +7,13 @@ ways are; `cotangents` and `losses` take them, too.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import run_stores, tiles
+from pallas_kernels import run_stores, sector_stores, tiles
 
 PIECE_ROWS = 64
 NUM_SLOTS = 2
@@ -42,6 +43,12 @@ def wide_cols(tile_n: int) -> int:
   return tiles.round_up(tiles.cdiv(tile_n, count), 8)
 
 
+def sector_cols(tile_n: int, halo: int) -> int:
+  """Columns of pieces that have `halo` in common, as few of them as wide ones can be."""
+  count = tiles.cdiv(tile_n - halo, WIDE_COLS - halo)
+  return tiles.round_up(tiles.cdiv(tile_n - halo, count), 8) + halo
+
+
 def piece_rows(tile_n: int) -> list[int]:
   """The same, of rows of a piece that is stored transposed."""
   least = tiles.cdiv(tile_n, PIECE_ROWS)
@@ -63,7 +70,7 @@ class Staging:
   """How pieces of an array of dtype `dtype` stand in shared memory.
 
   Attributes:
-    way: "flat", "masked", "run" or "tiled".
+    way: "flat", "masked", "sectors", "run" or "tiled".
     cols: columns of a piece.
     num_wgs: warpgroups that store.
     rows: rows of a piece.
@@ -91,10 +98,16 @@ class Staging:
     return unit * (tiles.cdiv(self.cols, unit) // 2 * 2 + 1)
 
   @property
+  def _by_threads(self) -> tuple[int, int, int]:
+    """Shape of slots that threads read."""
+    spare = sector_stores.SPARE_ROWS if self.way == "sectors" else 0
+    return self.num_wgs, PIECE_ROWS + spare, self.pitch
+
+  @property
   def num_bytes(self) -> int:
     itemsize = jnp.dtype(self.dtype).itemsize
-    if self.way == "masked":
-      return tiles.round_up(self.num_wgs * PIECE_ROWS * self.pitch * itemsize, 1024)
+    if self.way in ("masked", "sectors"):
+      return tiles.round_up(math.prod(self._by_threads) * itemsize, 1024)
     if self.way == "run":
       return tiles.round_up(self.num_wgs * self._run * itemsize, 1024)
     return self.num_wgs * self.num_slots * self.rows * self.cols * itemsize
@@ -106,8 +119,8 @@ class Staging:
 
   def slots(self) -> Any:
     dtype = jnp.dtype(self.dtype)
-    if self.way == "masked":
-      return plgpu.SMEM((self.num_wgs, PIECE_ROWS, self.pitch), dtype)
+    if self.way in ("masked", "sectors"):
+      return plgpu.SMEM(self._by_threads, dtype)
     if self.way == "run":
       return plgpu.SMEM((self.num_wgs, self._run), dtype)
     shape = (self.num_wgs, self.num_slots, self.rows, self.cols)

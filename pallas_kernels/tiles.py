@@ -112,6 +112,16 @@ def tile_order(index, tiles_m: int, tiles_n: int, minor: str, width: int):
   return (minor_index, major) if minor == "m" else (major, minor_index)
 
 
+def overlapping(size: int, tile: int, halo: int) -> int:
+  """Tiles that cover `size`, each of which has the first `halo` of the next, too."""
+  return cdiv(max(size - halo, 1), tile - halo)
+
+
+def last_start(size: int, tile: int, halo: int = 0) -> int:
+  """Where the last of those begins."""
+  return (overlapping(size, tile, halo) - 1) * (tile - halo)
+
+
 def apart(index, count: int, size: int):
   """(which group of `size` tiles, which of its tiles) of the `index`-th of `count`."""
   if count == size:
@@ -122,24 +132,29 @@ def apart(index, count: int, size: int):
 
 @dataclasses.dataclass(frozen=True)
 class TileGrid:
-  """One CTA for each tile of each product of the batch."""
+  """One CTA for each tile of each product of the batch.
+
+  Each has the first `halo` columns of the next one, too.
+  """
 
   tile_m: int
   tile_n: int
   tiles_m: int
   tiles_n: int
   num_tiles: int  # Over the batch.
+  halo: int = 0
 
   @classmethod
-  def of(cls, problem: Problem, tile_m: int, tile_n: int) -> TileGrid:
-    tiles_m, tiles_n = cdiv(problem.m, tile_m), cdiv(problem.n, tile_n)
-    return cls(tile_m, tile_n, tiles_m, tiles_n, problem.batch * tiles_m * tiles_n)
+  def of(cls, problem: Problem, tile_m: int, tile_n: int, halo: int = 0) -> TileGrid:
+    tiles_m, tiles_n = cdiv(problem.m, tile_m), overlapping(problem.n, tile_n, halo)
+    num_tiles = problem.batch * tiles_m * tiles_n
+    return cls(tile_m, tile_n, tiles_m, tiles_n, num_tiles, halo)
 
   def locate(self, index):
     """(batch, m, n) of the `index`-th tile; m and n in elements."""
     batch, index = apart(index, self.num_tiles, self.tiles_m * self.tiles_n)
     mi, ni = tile_order(index, self.tiles_m, self.tiles_n, "m", GRID_WIDTH)
-    return batch, mi * self.tile_m, ni * self.tile_n
+    return batch, mi * self.tile_m, ni * (self.tile_n - self.halo)
 
 
 # -- Legality shared by the kernels ----------------------------------------------

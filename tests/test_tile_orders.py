@@ -112,3 +112,15 @@ def test_groups_of_rows_keep_the_order_of_their_kernel():
   problem = Problem(4096, 4096, 2048, batch=8, rhs_batched=True, grouped="m")
   for each in grouped_heuristics.candidates(problem, H200):
     assert (each.config.grid_minor, each.config.grid_width) == ("m", 8)
+
+
+@pytest.mark.parametrize("cluster", [1, 4])
+def test_results_of_one_k_tile_leave_row_by_row(cluster):
+  def order(k: int, **fields) -> tuple[str, int]:
+    config = PersistentConfig(tile_m=128, tile_n=128, cluster_m=cluster, **fields)
+    found = tile_orders.ordered(Problem(8192, 8192, k), config, H200)
+    return found.grid_minor, found.grid_width
+
+  assert order(16) == order(64) == ("m", 1)
+  assert order(64, swap=True) == ("n", 1)  # Its rows are the result's columns.
+  assert order(65)[1] > 1

@@ -10,7 +10,7 @@ from jaxgemm import cost_model, heuristics, tile_shapes, traffic
 from jaxgemm.cost_constants import MODEL
 from jaxgemm.device import known_device
 from jaxgemm.work import Work
-from pallas_kernels import specialised, split_k
+from pallas_kernels import specialised, split_k, tiles
 from pallas_kernels.problem import (
   DirectConfig,
   Epilogue,
@@ -280,7 +280,8 @@ def test_ctas_of_direct_that_an_sm_has_at_once_hide_each_others_waits(tile):
   """Five of 64x64, or two of 128x128: the first of a round is not hidden."""
   config = DirectConfig(*tile)
   free = dataclasses.replace(
-      MODEL, direct_spread=0.0, direct_memory=0.0, direct_copies_memory=0.0
+      MODEL, direct_spread=0.0, direct_memory=0.0, direct_copies_memory=0.0,
+      direct_later=1.0, direct_later_memory=0.0,
   )
 
   def busy(per_sm: int) -> float:
@@ -292,6 +293,46 @@ def test_ctas_of_direct_that_an_sm_has_at_once_hide_each_others_waits(tile):
   for per_sm, rounds in ((at_once, 1), (at_once + 1, 2), (3 * at_once, 3)):
     beside = rounds + MODEL.direct_beside * (per_sm - rounds)
     assert busy(per_sm) == pytest.approx(busy(1) * beside)
+
+
+def test_ctas_of_direct_that_come_later_hide_each_other_but_not_the_memory():
+  config = DirectConfig(64, 64)
+
+  def time_us(per_sm: int, **facts) -> float:
+    model = dataclasses.replace(MODEL, direct_spread=0.0, **facts)
+    problem = Problem(64, 64, 64, batch=per_sm * H200.num_sms)
+    return cost_model.estimate(problem, "direct", config, H200, model).time_us
+
+  memory = dict(direct_memory=0.0, direct_copies_memory=0.0, direct_later_memory=0.0)
+  for later in (1.0, 0.5):
+    times = [time_us(per_sm, **memory, direct_later=later) for per_sm in (5, 45, 85)]
+    assert times[2] - times[1] == pytest.approx(times[1] - times[0], rel=0.03)
+    assert times[2] - times[0] == pytest.approx(
+        later * (time_us(85, **memory, direct_later=1.0) - times[0])
+    )
+  none, all_of_it = (
+      [time_us(per_sm, direct_later_memory=share) for per_sm in (5, 50)]
+      for share in (0.0, 1.0)
+  )
+  assert none[0] == all_of_it[0]
+  problem = Problem(64, 64, 64, batch=50 * H200.num_sms)
+  memory_us = traffic.memory(Work(problem, "direct", config, H200), H200, MODEL)
+  assert all_of_it[1] - none[1] == pytest.approx(45 / 50 * memory_us)
+
+
+def test_rows_of_a_short_k_share_lines_padded_or_not():
+  config = PersistentConfig(tile_m=64, tile_n=128, consumers=1)
+
+  def crooked_us(k: int) -> float:
+    problem = Problem(4096, 4096, k, rhs_layout="k-major")
+    work = Work(problem, "persistent", config, H200)
+    return traffic.supplies(work, MODEL)[0].crooked_us
+
+  # 19 of k are padded to 24, in rows of 48 bytes: 192 for each k tile.
+  shared = 192 * (128 / 48 - 1) * tiles.SWIZZLE_BYTES / MODEL.l2_rate
+  assert crooked_us(19) == pytest.approx(shared)
+  assert crooked_us(24) > shared  # Those begin within lines, too.
+  assert crooked_us(64) == 0.0
 
 
 def test_copies_of_rows_that_share_lines_cost_more():
