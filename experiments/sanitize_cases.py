@@ -201,6 +201,7 @@ CASES: dict[str, Case] = {
     "direct cluster": product("direct", ODD_PIECES, DirectConfig(64, 64, splits=2)),
     "direct odd": product("direct", ODD_PIECES, DirectConfig(128, 64)),
     "direct fused": product("direct", FUSED, DirectConfig(64, 128)),
+    "direct overlap": product("direct", ODD_PIECES, DirectConfig(64, 64, overlap=True)),
     "gemv": product("gemv", _with(_of(PLAIN, "float32"), m=2), GemvConfig(3)),
     "gemv column": product(
         "gemv", Problem(513, 3, 100, batch=2, lhs_layout="m-major", dtype="float32",

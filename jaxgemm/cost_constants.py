@@ -53,10 +53,11 @@ class Model:
   direct_copies_memory: float = 0.326  # Of the memory's time for these.
   direct_store: float = 0.232  # Of 64x64 elements of 16 bits,
   direct_odd: float = 0.268  # of rows that begin within 16 bytes.
-  direct_sectors: float = 0.246  # of whole sectors of rows that begin within some.
+  direct_sectors: float = 0.243  # of whole sectors of rows that begin within some.
+  direct_small: float = 0.16  # The last tile's way to memory, in small units or shifted.
   direct_beside: float = 0.796  # Of what a CTA takes, beside another on its SM.
-  direct_later: float = 0.588  # Of that, of those beyond the first few of an SM,
-  direct_later_memory: float = 0.293  # of the memory's time, and more, the more they are.
+  direct_later: float = 0.59  # Of that, of those beyond the first few of an SM,
+  direct_later_memory: float = 0.295  # of the memory's time, and more, the more they are.
   direct_cluster: float = 0.443  # Of clusters: to be launched, and to exchange.
   direct_cta: float = 0.0869  # The same, of each CTA.
   direct_sums: float = 0.689  # They exchange 64x64 sums.

@@ -158,6 +158,7 @@ def _direct(
   store *= area / config.splits * problem.out_itemsize / 2
   busy += store * (1 + problem.epilogue.num_others)
   time = model.direct + model.direct_spread * math.log2(work.num_tiles)
+  time += model.direct_small * (work.halo > 0 or work.row_bytes % 16 > 0)
   if config.splits > 1:
     busy += model.direct_sums * area
     time += model.direct_cluster + model.direct_cta * config.splits
