@@ -134,7 +134,8 @@ def _crowding(work: Work) -> float:
       ("rhs", problem.rhs_shape, problem.rhs_layout, work.config.tile_n, share_rhs),
   ):
     row_bytes = tiles.round_up(shape[-1] * problem.itemsize, 16)  # Padded, if need be.
-    if layout == "k-major" and (operand != "lhs" or work.lhs_way is None):
+    in_rows = operand != "lhs" or work.lhs_way is None
+    if layout == "k-major" and in_rows:
       crowded += tile_mn * max(tiles.SWIZZLE_BYTES / row_bytes - 1, 0.0) / share
   return crowded
 

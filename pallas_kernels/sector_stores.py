@@ -71,13 +71,11 @@ def check(problem: Problem, tile_n: int) -> str | None:
   return None
 
 
-def store(
-    piece, slot: Ref, out_gmem: Ref, row, col, *, halo: int
-) -> None:
+def store(piece, slot: Ref, out_gmem: Ref, row, col, *, halo: int) -> None:
   """Stores the sectors of a piece [64, cols] of 16 bits at (row, col) of an array.
 
-  Those that begin before the last `halo` columns, and where the piece has the end of the
-  rows all. `slot` has `SPARE_ROWS` more, and a row pitch of an odd number of 16 bytes.
+  Those that begin before the last `halo` columns; where the piece has the end of the
+  rows, all. `slot` has `SPARE_ROWS` more, and a row pitch of an odd number of 16 bytes.
   """
 
   @plgpu.inline_mgpu(
@@ -183,16 +181,17 @@ class _Piece:
     slot = behind(row.slot, arith.shli(first_unit, i32(4)))
     address = arith.addi(row.address, i64(arith.shli(unit, i32(4))))
     words, shifted = Words(_UNIT, _ITEMSIZE), self.num_cols % _UNIT > 0
-    per_row, found = tiles.cdiv(self.cols, _UNIT), []
+    per_row, found = self.cols // _UNIT, []
     for first in range(0, per_row, _ACROSS):
       in_cols = self._in_sectors(row, arith.addi(unit, i32(first)), per_row)
       for again in range(0, self.rows, at_once):
-        offset = again * self.pitch_bytes + first * 16
+        offset = again * self.pitch_bytes + first * words.num_bytes
         values = words.load(slot, offset)
         if shifted:
-          values = shift.of(values + words.load(slot, offset + 16))
+          values = shift.of(values + words.load(slot, offset + words.num_bytes))
         inside = arith.andi(in_cols, less(again, row.left))
-        found.append((again * self.row_bytes + first * 16, values, inside))
+        at = again * self.row_bytes + first * words.num_bytes
+        found.append((at, values, inside))
     for at, values, inside in found:
       words.store(address, at, values, inside)
 

@@ -64,7 +64,7 @@ class _Slot:
 
       def __init__(self, num_elements: int, itemsize: int):
         assert itemsize == 2
-        self.count = num_elements
+        self.count, self.num_bytes = num_elements, 2 * num_elements
 
       def load(self, address: int, offset: int) -> list[int]:
         first = (address + offset) // 2
@@ -93,42 +93,53 @@ class _Slot:
     monkeypatch.setattr(sector_stores, "register_loads", loads)
 
 
-@pytest.mark.parametrize("n", [1001, 1000, 1002, 1004, 250, 130, 17])
-def test_tiles_store_each_element_and_whole_sectors(n, monkeypatch):
+def test_tiles_store_each_element_and_whole_sectors(monkeypatch):
   """All threads of all tiles of the second of two products [70, n], by hand."""
-  slot, rows, base = _Slot(monkeypatch), 70, 70 * n
-  halo = sector_stores.halo(n)
-  for tile_n in (64, 128, 240):
-    cols, owners = staging.sector_cols(tile_n, halo), {}
-    pitch = staging.Staging("sectors", "bfloat16", cols, 1).pitch
-    every = {}
+  slot, rows = _Slot(monkeypatch), 70
+  for n, tile_n in (
+      (17, 64), (130, 64), (250, 128), (251, 240), (500, 128), (501, 128), (502, 240)
+  ):
+    every, owners = {}, {}
     for row in (0, 64):
-      for tile in range(tiles.overlapping(n, tile_n, halo)):
-        for start, _ in staging.starts(tile_n - halo, cols - halo):
-          slot.stored.clear()
-          slot.units.clear()
-          col = tile * (tile_n - halo) + start
-          piece = sector_stores._Piece(
-              (64, cols), (rows, n), pitch, halo, 0, 2 * base, row, col
-          )
-          for thread in range(128):
-            piece.store_units(thread)
-            if piece.has_begin:
-              piece.store_first(thread)
-            if piece.has_end:
-              piece.store_last(thread)
-          for to, value in slot.stored.items():
-            within, element = divmod(value, pitch)
-            assert to == base + (row + within) * n + col + element
-            assert element < cols and within < 64
-            every[to] = value
-          for unit in slot.units:
-            owners.setdefault(unit // 16, set()).add(tile)
-    assert sorted(every) == list(range(base, base + rows * n))
+      for tile in range(tiles.overlapping(n, tile_n, sector_stores.halo(n))):
+        _store_tile(slot, (rows, n), tile_n, row, tile, every, owners)
+    assert sorted(every) == list(range(rows * n, 2 * rows * n)), n
     # Sectors that two tiles store lie in two rows.
     for sector, its_tiles in owners.items():
       if len(its_tiles) > 1:
-        assert (16 * sector - base) // n != (16 * sector + 15 - base) // n
+        assert 16 * sector // n != (16 * sector + 15) // n
+
+
+def _store_tile(
+    slot: _Slot, out_shape: tuple[int, int], tile_n: int, row: int, tile: int,
+    every: dict[int, int], owners: dict[int, set[int]],
+) -> None:
+  """Adds what a tile stores to `every`, and to `owners` whose whole units are a sector's.
+  """
+  rows, n = out_shape
+  halo, base = sector_stores.halo(n), rows * n
+  cols = staging.sector_cols(tile_n, halo)
+  pitch = staging.Staging("sectors", "bfloat16", cols, 1).pitch
+  for start, _ in staging.starts(tile_n - halo, cols - halo):
+    slot.stored.clear()
+    slot.units.clear()
+    col = tile * (tile_n - halo) + start
+    piece = sector_stores._Piece(
+        (64, cols), out_shape, pitch, halo, 0, 2 * base, row, col
+    )
+    for thread in range(128):
+      piece.store_units(thread)
+      if piece.has_begin:
+        piece.store_first(thread)
+      if piece.has_end:
+        piece.store_last(thread)
+    for to, value in slot.stored.items():
+      within, element = divmod(value, pitch)
+      assert to == base + (row + within) * n + col + element
+      assert element < cols and within < 64
+      every[to] = value
+    for unit in slot.units:
+      owners.setdefault(unit // 16, set()).add(tile)
 
 
 def test_a_warp_writes_its_fragment_where_it_belongs(monkeypatch):
@@ -207,12 +218,24 @@ def test_an_emulator_stores_as_it_does():
 @pytest.mark.parametrize("layouts", LAYOUTS)
 def test_it_lowers(layouts, monkeypatch):
   stored, store = [], sector_stores.store
+  grids, grid_of = [], tiles.TileGrid.of
+  loads, loads_of = set(), RegisterLoads.of
 
   def record(piece, *args, halo):
     stored.append((*piece.shape, halo))
     store(piece, *args, halo=halo)
 
+  def record_grid(*args):
+    grids.append(grid_of(*args))
+    return grids[-1]
+
+  def record_loads(mn, *args, halo=0, **kwargs):
+    loads.add((mn, halo))
+    return loads_of(mn, *args, halo=halo, **kwargs)
+
   monkeypatch.setattr(sector_stores, "store", record)
+  monkeypatch.setattr(tiles.TileGrid, "of", record_grid)
+  monkeypatch.setattr(RegisterLoads, "of", record_loads)
   for n, tile_n, facts, wanted in (
       (ODD, 128, {}, {(64, 128, 16)}),
       (1000, 240, dict(dtype="float16"), {(64, 128, 8)}),
@@ -222,7 +245,12 @@ def test_it_lowers(layouts, monkeypatch):
     problem = make_problem(100, n, 40, layouts, **facts)
     lowered("direct", problem, dataclasses.replace(OVERLAP, tile_n=tile_n))
     assert set(stored) == wanted
+    halo = stored[0][-1]
+    assert grids[-1].halo == halo
+    assert grids[-1].tiles_n == tiles.overlapping(n, tile_n, halo)
+    assert {(100, 0), (n, halo)} <= loads and (100, halo) not in loads
     stored.clear()
+    loads.clear()
 
 
 def test_large_results_of_one_k_tile_are_stored_so():
