@@ -181,9 +181,9 @@ class _Piece:
     slot = behind(row.slot, arith.shli(first_unit, i32(4)))
     address = arith.addi(row.address, i64(arith.shli(unit, i32(4))))
     words, shifted = Words(_UNIT, _ITEMSIZE), self.num_cols % _UNIT > 0
-    per_row, found = self.cols // _UNIT, []
-    for first in range(0, per_row, _ACROSS):
-      in_cols = self._in_sectors(row, arith.addi(unit, i32(first)), per_row)
+    found = []
+    for first in range(0, self.cols // _UNIT, _ACROSS):
+      in_cols = self._in_sectors(row, arith.addi(unit, i32(first)))
       for again in range(0, self.rows, at_once):
         offset = again * self.pitch_bytes + first * words.num_bytes
         values = words.load(slot, offset)
@@ -195,14 +195,13 @@ class _Piece:
     for at, values, inside in found:
       words.store(address, at, values, inside)
 
-  def _in_sectors(self, row: _Row, unit, per_row: int):
+  def _in_sectors(self, row: _Row, unit):
     """Whether a unit of a row lies in one of the piece's sectors, and in the array."""
     begin = arith.addi(row.shift, arith.muli(unit, i32(_UNIT)))
     sector = arith.subi(begin, arith.muli(arith.andi(unit, i32(1)), i32(_UNIT)))
-    inside = arith.andi(
+    return arith.andi(
         less(sector, self.stop), less(arith.addi(begin, i32(_UNIT - 1)), self.left)
     )
-    return arith.andi(inside, less(unit, per_row))
 
   def store_first(self, thread) -> None:
     """Stores what lies before rows' first sectors, by a thread an element."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import operator
 import types
 
@@ -36,7 +37,10 @@ def test_pieces_cover_a_tile_and_have_the_halo_in_common(halo):
   for tile_n in range(48, 257, 16):
     cols = staging.sector_cols(tile_n, halo)
     assert halo < cols <= staging.WIDE_COLS and cols % 8 == 0
-    starts = [start for start, _ in staging.starts(tile_n - halo, cols - halo)]
+    problem = make_problem(64, {8: 1000, 16: ODD}[halo], 64)
+    found = epilogues.make_epilogue(problem, tile_n, 1, emulated=False, overlapping=True)
+    assert (found.out.way, found.out.cols, found.halo) == ("sectors", cols, halo)
+    starts = [start for _, start, _ in found.pieces((64, tile_n))]
     assert starts[0] == 0 and starts[-1] + cols == tile_n
     assert all(b - a <= cols - halo for a, b in itertools.pairwise(starts))
 
@@ -57,7 +61,7 @@ class _Slot:
   def __init__(self, monkeypatch):
     kernel_cases.compute_in_integers(monkeypatch, sector_stores)
     monkeypatch.setattr(sector_stores, "behind", operator.add)
-    self.stored, self.units = {}, []
+    self.stored, self.units, self.size = {}, [], 0
     slot = self
 
     class Words:
@@ -68,7 +72,7 @@ class _Slot:
 
       def load(self, address: int, offset: int) -> list[int]:
         first = (address + offset) // 2
-        assert first % self.count == 0 <= first
+        assert first % self.count == 0 <= first <= slot.size - self.count
         return list(range(first, first + self.count))
 
       def store(self, address: int, offset: int, values: list[int], inside) -> None:
@@ -97,7 +101,8 @@ def test_tiles_store_each_element_and_whole_sectors(monkeypatch):
   """All threads of all tiles of the second of two products [70, n], by hand."""
   slot, rows = _Slot(monkeypatch), 70
   for n, tile_n in (
-      (17, 64), (130, 64), (250, 128), (251, 240), (500, 128), (501, 128), (502, 240)
+      (7, 64), (17, 64), (120, 64), (130, 64), (250, 128), (251, 240), (500, 128),
+      (501, 128), (502, 240),
   ):
     every, owners = {}, {}
     for row in (0, 64):
@@ -119,7 +124,9 @@ def _store_tile(
   rows, n = out_shape
   halo, base = sector_stores.halo(n), rows * n
   cols = staging.sector_cols(tile_n, halo)
-  pitch = staging.Staging("sectors", "bfloat16", cols, 1).pitch
+  out = staging.Staging("sectors", "bfloat16", cols, 1)
+  pitch, slot.size = out.pitch, math.prod(out.slots().shape)
+  assert out.num_bytes >= 2 * slot.size
   for start, _ in staging.starts(tile_n - halo, cols - halo):
     slot.stored.clear()
     slot.units.clear()
@@ -180,13 +187,13 @@ def test_a_warp_writes_its_fragment_where_it_belongs(monkeypatch):
 
 
 def test_operands_know_where_the_last_tile_begins():
-  # 1001 columns in steps of 112: the last of nine tiles begins at 896, and has 105.
+  # 1100 columns in steps of 112: the last of ten tiles begins at 1008, and has 92.
   fields = dict(
       is_lhs=False, k_major=True, tile_mn=128, tile_k=64, dtype="bfloat16",
-      batched=False, mn=ODD, k=64, way="flat", emulated=False,
+      batched=False, mn=1100, k=64, way="flat", emulated=False,
   )
-  assert Operand(**fields, halo=16)._last_mn == ODD - 8 * 112
-  assert Operand(**fields)._last_mn == ODD - 7 * 128
+  assert Operand(**fields, halo=16)._last_mn == 92
+  assert Operand(**fields)._last_mn == 1100 - 8 * 128
   whole = dict(k_major=True, depth=64)
   assert not RegisterLoads.of(1152, 64, 128, 64, **whole).has_edge
   assert RegisterLoads.of(1152, 64, 128, 64, **whole, halo=16).has_edge
@@ -259,8 +266,8 @@ def test_large_results_of_one_k_tile_are_stored_so():
     found = heuristics.candidates(problem, H200)
     assert any(getattr(c.config, "overlap", False) for c in found) == listed
     assert getattr(found[0].config, "overlap", False) == listed
-  for problem in (make_problem(200, 7161, 65), make_problem(2000, 128, 64)):
-    # Of more than one k tile they have not been seen to win.
+  for problem in (make_problem(200, 7161, 65), make_problem(2000, 121, 64)):
+    # Of more than one k tile they have not been seen to win; one tile overlaps nothing.
     found = heuristics.candidates(problem, H200)
     assert not any(getattr(c.config, "overlap", False) for c in found)
 
@@ -277,6 +284,13 @@ def test_the_model_counts_overlapping_tiles():
       for config in (OVERLAP, apart)
   ]
   assert times[0] < times[1]
+  for name, more in (("direct_sectors", (True, False)), ("direct_small", (True, True))):
+    model = dataclasses.replace(MODEL, **{name: 1.0})
+    longer = [
+        cost_model.estimate(problem, "direct", config, H200, model).time_us
+        for config in (OVERLAP, apart)
+    ]
+    assert tuple(a > b for a, b in zip(longer, times, strict=True)) == more
   odd, half, whole = (
       traffic.stored(row_bytes, MODEL, together=True) for row_bytes in (2002, 2008, 2016)
   )

@@ -315,6 +315,15 @@ def test_ctas_of_direct_that_come_later_hide_each_other_but_not_the_memory():
       for share in (0.0, 1.0)
   )
   assert none[0] == all_of_it[0]
+  # An SM has room for two of 128x128; four wait together all the same.
+  large, free = DirectConfig(128, 128), dataclasses.replace(MODEL, direct_later=1.0)
+  for per_sm, same in ((4, True), (5, False)):
+    problem = Problem(128, 128, 64, batch=per_sm * H200.num_sms)
+    found = [
+        cost_model.estimate(problem, "direct", large, H200, model).time_us
+        for model in (MODEL, free)
+    ]
+    assert (found[0] == found[1]) == same
   problem = Problem(64, 64, 64, batch=50 * H200.num_sms)
   memory_us = traffic.memory(Work(problem, "direct", config, H200), H200, MODEL)
   assert all_of_it[1] - none[1] == pytest.approx(45 / 50 * memory_us)
