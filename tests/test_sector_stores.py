@@ -102,7 +102,7 @@ def test_tiles_store_each_element_and_whole_sectors(monkeypatch):
   slot, rows = _Slot(monkeypatch), 70
   for n, tile_n in (
       (7, 64), (17, 64), (120, 64), (130, 64), (250, 128), (251, 240), (500, 128),
-      (501, 128), (502, 240),
+      (501, 128), (502, 240), (504, 192), (505, 192),
   ):
     every, owners = {}, {}
     for row in (0, 64):
