@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -132,19 +131,18 @@ def make_call(
         parts.split(padding.mend_stride(x, split.dtype), split.count)
         for x in operands[:2]
     ]
-  make_epilogue = functools.partial(
-      epilogues.make_epilogue, result, stored_cols, num_wgs, emulated=emulated,
-      transposed=getattr(config, "swap", False), by_registers=by_registers,
-      overlapping=overlapping, room=room,
-  )
   if split is not None and split.lhs_in_registers:
     prepared = lhs_registers.prepare(*operands[:2], problem, config, emulated=emulated)
   else:
     prepared = preparing.prepare(
         *lhs_and_rhs, problem, config, emulated=emulated, by_registers=by_registers,
-        halo=make_epilogue().halo,
     )
-  epilogue = make_epilogue(row_order=prepared.lhs_operand.row_order)
+  epilogue = epilogues.make_epilogue(
+      result, stored_cols, num_wgs, emulated=emulated,
+      transposed=getattr(config, "swap", False), by_registers=by_registers,
+      overlapping=overlapping, room=room,
+      row_order=prepared.lhs_operand.row_order,
+  )
   epilogue = dataclasses.replace(epilogue, scales=facts)
   by_name |= epilogues.prepare_biases(epilogue, operands)
   inputs = prepared.lhs, prepared.rhs, epilogues.prepare_c(operands[2:], result)

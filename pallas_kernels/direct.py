@@ -11,7 +11,8 @@ Where nothing need be shifted, and there is more than a little, copies do the fi
 once, but of what all CTAs ask for (see `register_loads.copied`). (A longer k comes in
 groups of as many k tiles as there are slots, one after the other.) With `splits`, the
 CTAs of a cluster take a part of k each, and add up their sums through distributed shared
-memory, in one order (see `exchange`).
+memory, in one order (see `exchange`). With `overlap` tiles have some columns of the next,
+so that each stores whole sectors (see `sector_stores`).
 
 Where there are only a few k tiles, a pipeline has nothing to overlap, and what remains
 is latency: of launching, of fetching TMA's descriptors, of one way from memory and one
@@ -174,9 +175,8 @@ def launch(
       by_registers=True, overlapping=config.overlap,
   )
   lhs, rhs = call.prepared.lhs_operand, call.prepared.rhs_operand
-  grid = tiles.TileGrid.of(
-      problem, config.tile_m, config.tile_n, call.epilogue.halo
-  )
+  halo = call.epilogue.halo
+  grid = tiles.TileGrid.of(problem, config.tile_m, config.tile_n, halo)
   k_steps, held = num_steps(problem, config), num_slots(problem, config)
   wanted = depths(problem, config)
 
@@ -206,7 +206,7 @@ def launch(
       for i, k in steps:
         at = dict(batch=batch, k=k, depth=wanted[i])
         found.append(lhs.by_registers(lhs_gmem, slots[0], i, mn=m, **at))
-        found.append(rhs.by_registers(rhs_gmem, slots[1], i, mn=n, **at))
+        found.append(rhs.by_registers(rhs_gmem, slots[1], i, mn=n, halo=halo, **at))
       register_loads.load(*found, at_once=LOADS_AT_ONCE)
       plgpu.commit_smem()
 

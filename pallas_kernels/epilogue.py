@@ -252,9 +252,7 @@ class Epilogue:
       )
       return
     if self.out.way == "sectors":
-      sector_stores.store(
-          piece, slots.at[wg], out_gmem, row, col, halo=self.halo
-      )
+      sector_stores.store(piece, slots.at[wg], out_gmem, row, col, halo=self.halo)
       return
     if self.out.way == "run":
       run_stores.store(piece, slots.at[wg], out_gmem, row, col)
@@ -343,7 +341,7 @@ class Epilogue:
 
   def finish(self) -> None:
     """Waits until every store of this warpgroup has left shared memory."""
-    if self.out.way not in ("masked", "sectors"):
+    if not self.out.is_by_threads:
       plgpu.wait_smem_to_gmem(0)
 
 

@@ -73,7 +73,6 @@ class Operand:
       of a gated product. `mn` is of one of them, `tile_mn` of all.
     packed: whether they are one array, the one behind the other along mn.
     source: dtype of the array that consumers convert, or "".
-    halo: of `tile_mn`, that the next tile has, too: of one array.
   """
 
   is_lhs: bool
@@ -90,7 +89,6 @@ class Operand:
   num_arrays: int = 1
   packed: bool = False
   source: str = ""
-  halo: int = 0
 
   @property
   def swizzle(self) -> int:
@@ -248,7 +246,7 @@ class Operand:
         wanted = all_wanted or mn + first < self.mn
         copy(array, slot.at[i, pl.ds(0, depth)], (k, depth), cols, wanted)
 
-    if self._last_mn >= size:
+    if self._last_mn == size:
       load(True)
       return
     pl.when(mn + size <= self.mn)(lambda: load(True))
@@ -271,8 +269,7 @@ class Operand:
     if self.mn < size or last >= size:
       load(min(last, size))
       return
-    # A tile of a group of rows may begin behind the last one.
-    start = tiles.last_start(self.mn, size, self.halo)
+    start = self.mn - self._last_mn  # A tile of a group of rows may begin behind it.
     pl.when(mn < start)(lambda: load(size))
     pl.when(mn == start)(lambda: load(last))
     pl.when(mn > start)(lambda: load(size, mn < self.mn))
@@ -284,23 +281,22 @@ class Operand:
     What lies beyond is not loaded: what comes of it is not stored, and TMA takes (on an
     H200) twice as long to fill a row with zeros as to bring one.
     """
-    return self.mn - tiles.last_start(self.mn, self.array_mn, self.halo)
+    return self.mn % self.array_mn or self.array_mn
 
   def _origin(self, array: int) -> int:
     """Where the array begins along mn."""
     return array * self.mn if self.packed else 0
 
   def by_registers(
-      self, gmem: Sequence[Ref], slots: Ref, slot, *, batch, mn, k, depth=None
+      self, gmem: Sequence[Ref], slots: Ref, slot, *, batch, mn, k, depth=None, halo=0
   ) -> tuple:
     """What `register_loads.load` wants to know of the tile at element (mn, k).
 
-    `depth` of k are wanted; by default all.
+    `depth` of k are wanted; by default all. Of mn the next tile has `halo`, too.
     """
     loads = register_loads.RegisterLoads.of(
         self.mn, self.k, self.tile_mn, self.tile_k, k_major=self.k_major,
-        depth=depth or self.tile_k, transforms=tiles.swizzled(self.dtype),
-        halo=self.halo,
+        depth=depth or self.tile_k, transforms=tiles.swizzled(self.dtype), halo=halo,
     )
     at = (mn, k) if self.k_major else (k, mn)
     return loads, gmem[0], slots.at[slot], batch if self.batched else 0, *at

@@ -19,7 +19,7 @@ from pallas_kernels.problem import Problem
 
 def prepare(
     lhs: Sequence[jax.Array], rhs: Sequence[jax.Array], problem: Problem, config,
-    *, emulated: bool, by_registers: bool = False, halo: int = 0,
+    *, emulated: bool, by_registers: bool = False,
 ) -> Prepared:
   """Brings two operands into a form that TMA and wgmma read.
 
@@ -36,7 +36,6 @@ def prepare(
       misaligned.
     emulated: whether the kernel runs in the emulator.
     by_registers: whether all operands come through registers, on the chip.
-    halo: columns that a tile shares with the next.
   """
   if problem.lhs_source and emulated:
     lhs = tuple(lax.convert_element_type(x, jnp.dtype(problem.dtype)) for x in lhs)
@@ -61,8 +60,7 @@ def prepare(
   for is_lhs, dtype, its_way, (its, k_major, tile_mn, mn, batched) in (
       (True, dtypes[0], lhs_way, lhs_facts), (False, dtypes[1], rhs_way, rhs_facts),
   ):
-    its_halo, elems = 0 if is_lhs else halo, tiles.swizzle_elems(dtype)
-    if its_way == "tiled" and (tile_mn % elems or its_halo % elems):
+    if its_way == "tiled" and tile_mn % tiles.swizzle_elems(dtype):
       its_way = "chunks"
     pad_for.append(None)
     if by_registers and not emulated:
@@ -84,7 +82,7 @@ def prepare(
         Operand(
             is_lhs, k_major, tile_mn, config.tile_k, dtype, several and batched, mn,
             problem.k, its_way, emulated, *counts,
-            source=problem.lhs_source if is_lhs else "", halo=its_halo,
+            source=problem.lhs_source if is_lhs else "",
         )
     )
   by_kernel = not emulated and problem.dtype != "float32"  # Those are rounded anyway.

@@ -98,16 +98,20 @@ class Staging:
     return unit * (tiles.cdiv(self.cols, unit) // 2 * 2 + 1)
 
   @property
-  def _by_threads(self) -> tuple[int, int, int]:
-    """Shape of slots that threads read."""
+  def is_by_threads(self) -> bool:
+    """Whether threads read the slots, and store what they read."""
+    return self.way in ("masked", "sectors")
+
+  @property
+  def _shape_for_threads(self) -> tuple[int, int, int]:
     spare = sector_stores.SPARE_ROWS if self.way == "sectors" else 0
     return self.num_wgs, PIECE_ROWS + spare, self.pitch
 
   @property
   def num_bytes(self) -> int:
     itemsize = jnp.dtype(self.dtype).itemsize
-    if self.way in ("masked", "sectors"):
-      return tiles.round_up(math.prod(self._by_threads) * itemsize, 1024)
+    if self.is_by_threads:
+      return tiles.round_up(math.prod(self._shape_for_threads) * itemsize, 1024)
     if self.way == "run":
       return tiles.round_up(self.num_wgs * self._run * itemsize, 1024)
     return self.num_wgs * self.num_slots * self.rows * self.cols * itemsize
@@ -119,8 +123,8 @@ class Staging:
 
   def slots(self) -> Any:
     dtype = jnp.dtype(self.dtype)
-    if self.way in ("masked", "sectors"):
-      return plgpu.SMEM(self._by_threads, dtype)
+    if self.is_by_threads:
+      return plgpu.SMEM(self._shape_for_threads, dtype)
     if self.way == "run":
       return plgpu.SMEM((self.num_wgs, self._run), dtype)
     shape = (self.num_wgs, self.num_slots, self.rows, self.cols)

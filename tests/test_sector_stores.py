@@ -16,7 +16,6 @@ from jaxgemm.device import known_device
 from jaxgemm.work import Work
 from pallas_kernels import KERNELS, sector_stores, staging, tiles
 from pallas_kernels import epilogue as epilogues
-from pallas_kernels.operand_tiles import Operand
 from pallas_kernels.problem import DirectConfig, Epilogue
 from pallas_kernels.register_loads import RegisterLoads
 from tests import gpu_cases, kernel_cases
@@ -186,14 +185,7 @@ def test_a_warp_writes_its_fragment_where_it_belongs(monkeypatch):
           assert held[warp, lane, register, odd] == row * pitch + col
 
 
-def test_operands_know_where_the_last_tile_begins():
-  # 1100 columns in steps of 112: the last of ten tiles begins at 1008, and has 92.
-  fields = dict(
-      is_lhs=False, k_major=True, tile_mn=128, tile_k=64, dtype="bfloat16",
-      batched=False, mn=1100, k=64, way="flat", emulated=False,
-  )
-  assert Operand(**fields, halo=16)._last_mn == 92
-  assert Operand(**fields)._last_mn == 1100 - 8 * 128
+def test_loads_know_where_the_last_tile_begins():
   whole = dict(k_major=True, depth=64)
   assert not RegisterLoads.of(1152, 64, 128, 64, **whole).has_edge
   assert RegisterLoads.of(1152, 64, 128, 64, **whole, halo=16).has_edge
