@@ -40,7 +40,8 @@ from jaxgemm import cost_model, heuristics
 from jaxgemm.cost_constants import MODEL, Model
 from jaxgemm.device import Device, known_device
 from pallas_kernels import KERNELS, tiles
-from pallas_kernels.problem import Config, PersistentConfig, Problem
+from pallas_kernels.configs import Config, PersistentConfig
+from pallas_kernels.problem import Problem
 
 flags.declare_key_flag(common_flags.SEED.name)
 _CHECK = flags.DEFINE_boolean(

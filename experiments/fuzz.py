@@ -67,9 +67,7 @@ from experiments import (
 )
 from jaxgemm import device as device_lib
 from pallas_kernels import tiles
-from pallas_kernels.problem import (
-  Problem,
-)
+from pallas_kernels.problem import Problem
 
 flags.adopt_module_key_flags(common_flags)
 _PROBLEMS = flags.DEFINE_integer(

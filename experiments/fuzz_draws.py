@@ -15,13 +15,8 @@ from jaxgemm import plan as plans
 from jaxgemm.device import Device
 from jaxgemm.plan import Plan
 from pallas_kernels import KERNELS, parts, tiles, triton
-from pallas_kernels.problem import (
-  ALGORITHMS,
-  OUT_DTYPES,
-  Config,
-  Epilogue,
-  Problem,
-)
+from pallas_kernels.configs import Config
+from pallas_kernels.problem import ALGORITHMS, OUT_DTYPES, Epilogue, Problem
 
 Array = np.ndarray
 

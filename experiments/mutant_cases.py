@@ -75,15 +75,14 @@ def mutate(text: str) -> None:
 def cases() -> dict:
   """Each case: a function that gives results and the truth, by name."""
   # Not before the mutated module can be found.
-  from pallas_kernels.problem import (
+  from pallas_kernels.configs import (
     BlockedConfig,
     DirectConfig,
-    Epilogue,
     PersistentConfig,
     PipelinedConfig,
-    Problem,
     SplitKConfig,
   )
+  from pallas_kernels.problem import Epilogue, Problem
 
   epilogue = Epilogue(beta=1.0, c_dtype="bfloat16", has_bias=True, activation="relu",
                       saves=True)
@@ -185,7 +184,8 @@ def _sums_of_groups(sizes: tuple[int, ...]):
   import numpy as np
 
   from pallas_kernels import GROUPED_KERNELS, compat
-  from pallas_kernels.problem import PersistentConfig, Problem
+  from pallas_kernels.configs import PersistentConfig
+  from pallas_kernels.problem import Problem
 
   kernel = GROUPED_KERNELS["grouped_k"]
   rows, groups = sum(sizes) + 3, len(sizes)

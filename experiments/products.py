@@ -18,7 +18,8 @@ from jaxgemm.autotune.operands import stored_shapes as stored_shapes
 from jaxgemm.device import Device
 from jaxgemm.plan import Plan, make_plan
 from jaxgemm.precision import asked_for
-from pallas_kernels.problem import Config, Problem
+from pallas_kernels.configs import Config
+from pallas_kernels.problem import Problem
 
 # "xla" is lax.dot_general itself, the baseline; "auto" lets jaxgemm choose, "invariant"
 # among what is batch invariant.

@@ -21,7 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import accumulate, operand_tiles, preparing, slot_products
-from pallas_kernels.problem import PersistentConfig, Problem
+from pallas_kernels.configs import PersistentConfig
+from pallas_kernels.problem import Problem
 
 Refs = Mapping[str, Any]
 TILE_M, TILE_K = 128, 64

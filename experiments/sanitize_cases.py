@@ -19,20 +19,17 @@ import numpy as np
 
 from jaxgemm.device import current_device, supported
 from pallas_kernels import GROUPED_KERNELS, KERNELS, cotangents, losses, triton
-from pallas_kernels.problem import (
-  ALGORITHM_OF_DTYPE,
-  SCALE_BLOCK,
+from pallas_kernels.configs import (
   BlockedConfig,
   Config,
   DirectConfig,
-  Epilogue,
   GemvConfig,
   PersistentConfig,
   PipelinedConfig,
-  Problem,
   SplitKConfig,
   TritonConfig,
 )
+from pallas_kernels.problem import ALGORITHM_OF_DTYPE, SCALE_BLOCK, Epilogue, Problem
 from pallas_kernels.tiles import cdiv
 
 CASE, DONE = "case: ", "all cases ran"

@@ -37,7 +37,8 @@ from jaxgemm.dims import (
   label_sizes,
 )
 from jaxgemm.lowering import planned
-from pallas_kernels.problem import OUT_DTYPES, Config
+from pallas_kernels.configs import Config
+from pallas_kernels.problem import OUT_DTYPES
 
 
 def matmul(
@@ -59,7 +60,7 @@ def matmul(
     implementation: None (the plan chooses), "blocked", "direct", "pipelined",
       "persistent", "split_k", "gemv", "triton" or "xla". A kernel that is named must
       serve; its gradients prefer it.
-    config: the config of that kernel, of a class in pallas_kernels.problem; alone, it
+    config: the config of that kernel, of a class in pallas_kernels.configs; alone, it
       also names its kernel.
     batch_invariant: whether a row of the result must have the same bits whatever m is;
       see jaxgemm.batch_invariant, which sets it for all products.

@@ -19,7 +19,7 @@ from jaxgemm.primitive import transposed
 from jaxgemm.product import Product
 from jaxgemm.stored import as_stored
 from pallas_kernels import compat
-from pallas_kernels.problem import Config
+from pallas_kernels.configs import Config
 
 
 def named_kernel(implementation: str | None, config: Config | None) -> str | None:

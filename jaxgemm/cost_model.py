@@ -39,7 +39,8 @@ from pallas_kernels import (
   register_loads,
   tiles,
 )
-from pallas_kernels.problem import Config, DirectConfig, GemvConfig, Problem
+from pallas_kernels.configs import Config, DirectConfig, GemvConfig
+from pallas_kernels.problem import Problem
 
 _FEW_CTAS = 4  # Of direct on an SM, that wait together.
 

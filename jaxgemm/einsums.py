@@ -18,7 +18,7 @@ from opt_einsum.parser import parse_einsum_input  # Which JAX's own einsum needs
 from jaxgemm.api import dot_general
 from jaxgemm.contraction import contract, named_kernel, product_of
 from jaxgemm.dims import Axes
-from pallas_kernels.problem import Config
+from pallas_kernels.configs import Config
 
 
 def einsum(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from pallas_kernels import accumulate, parts, specialised, tiles
-from pallas_kernels.problem import PersistentConfig, Problem
+from pallas_kernels.configs import PersistentConfig
+from pallas_kernels.problem import Problem
 
 _SPLITS_K = 1 << 19  # Elements of a result: of fewer, cuBLAS splits k.
 _LEAST_HALVES = 1 << 17  # Elements of a result from float16 parts.

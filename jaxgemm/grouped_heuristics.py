@@ -15,7 +15,8 @@ from jaxgemm import cost_model, exactness, heuristics
 from jaxgemm.device import Device
 from jaxgemm.heuristics import Candidate
 from pallas_kernels import GROUPED_KERNELS, grouped_m, persistent, tiles
-from pallas_kernels.problem import PersistentConfig, Problem
+from pallas_kernels.configs import PersistentConfig
+from pallas_kernels.problem import Problem
 
 
 @functools.lru_cache(maxsize=256)

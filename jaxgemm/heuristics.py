@@ -14,7 +14,8 @@ from typing import Any
 from jaxgemm import cost_model, kernel_configs, multicasts, tile_orders, xla_times
 from jaxgemm.device import Device
 from pallas_kernels import KERNELS, gemv
-from pallas_kernels.problem import CLUSTER_AXES, Config, PersistentConfig, Problem
+from pallas_kernels.configs import CLUSTER_AXES, Config, PersistentConfig
+from pallas_kernels.problem import Problem
 
 _LEAST_TF32 = 16  # XLA multiplies smaller float32 operands without tensor cores.
 _WORTH_SHARING = 1.5  # Times the least estimate.

@@ -22,7 +22,8 @@ from __future__ import annotations
 
 from jaxgemm import exactness
 from pallas_kernels import accumulate, parts, specialised, tiles
-from pallas_kernels.problem import Config, GemvConfig, Problem, TritonConfig
+from pallas_kernels.configs import Config, GemvConfig, TritonConfig
+from pallas_kernels.problem import Problem
 
 
 def why_not(problem: Problem, config: Config | None) -> str | None:

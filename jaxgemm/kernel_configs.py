@@ -24,15 +24,15 @@ from pallas_kernels import (
   specialised,
   tiles,
 )
-from pallas_kernels.problem import (
+from pallas_kernels.configs import (
   BlockedConfig,
   Config,
   DirectConfig,
   GemvConfig,
   PersistentConfig,
   PipelinedConfig,
-  Problem,
 )
+from pallas_kernels.problem import Problem
 
 _Shape = ring_slots.Shape
 _DIRECT_SPLITS = (2, 3, 4, 6, 8)  # CTAs of a cluster that share k.

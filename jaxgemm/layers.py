@@ -32,7 +32,8 @@ from jaxgemm.dims import Axes
 from jaxgemm.lowering import along_columns
 from jaxgemm.product import Product
 from pallas_kernels import activations
-from pallas_kernels.problem import NONE, OUT_DTYPES, Activation, Config
+from pallas_kernels.configs import Config
+from pallas_kernels.problem import NONE, OUT_DTYPES, Activation
 
 SAVES = ("preactivation", "nothing")
 # Primitives of which an element depends on others, or on its place, and whose result has

@@ -33,7 +33,7 @@ from jaxgemm.layers import as_bias, columns, linear, scaled
 from jaxgemm.stored import as_stored
 from pallas_kernels import compat
 from pallas_kernels import losses as kernel
-from pallas_kernels.problem import Config
+from pallas_kernels.configs import Config
 
 _COLUMNS = 64  # A line of 128 bytes, of 16-bit elements.
 

@@ -7,7 +7,8 @@ import dataclasses
 
 from jaxgemm.operand_passes import as_read, misaligned
 from pallas_kernels import parts, specialised, tiles
-from pallas_kernels.problem import Config, PersistentConfig, Problem
+from pallas_kernels.configs import Config, PersistentConfig
+from pallas_kernels.problem import Problem
 
 _BIG_TILE = 128 * 192  # From here on multicast has been seen to win.
 _LEAST_SHARE = 0.3  # Of what a CTA loads, that is worth sharing.

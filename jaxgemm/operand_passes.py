@@ -18,7 +18,8 @@ from pallas_kernels import (
   tiles,
   ways,
 )
-from pallas_kernels.problem import Config, PersistentConfig, Problem
+from pallas_kernels.configs import Config, PersistentConfig
+from pallas_kernels.problem import Problem
 
 # What is done to an operand before the kernel, to which, and the bytes read and written.
 Pass = tuple[str, str, int]

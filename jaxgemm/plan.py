@@ -29,7 +29,8 @@ from jaxgemm.cost_constants import MODEL
 from jaxgemm.device import Device, supported
 from jaxgemm.precision import ERRORS
 from pallas_kernels import ALL_KERNELS, GROUPED_KERNELS, gemv, tiles, triton
-from pallas_kernels.problem import Config, Problem
+from pallas_kernels.configs import Config
+from pallas_kernels.problem import Problem
 
 IMPLEMENTATIONS = (*ALL_KERNELS, "xla")
 
@@ -222,7 +223,7 @@ def check_implementation(implementation: Any, config: Any) -> str | None:
     of = "any kernel" if implementation is None else f"implementation {implementation!r}"
     raise ValueError(
         f"config {config!r} is not a config of {of}: those are in"
-        " pallas_kernels.problem, PersistentConfig and others"
+        " pallas_kernels.configs, PersistentConfig and others"
     )
   return implementation
 

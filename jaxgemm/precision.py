@@ -46,11 +46,7 @@ from typing import Any
 from jax import lax
 import jax.numpy as jnp
 
-from pallas_kernels.problem import (
-  ALGORITHM_OF_DTYPE,
-  ALGORITHM_OF_EIGHT_BITS,
-  OUT_DTYPES,
-)
+from pallas_kernels.problem import ALGORITHM_OF_DTYPE, ALGORITHM_OF_EIGHT_BITS, OUT_DTYPES
 
 _Preset = lax.DotAlgorithmPreset
 

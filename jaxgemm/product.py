@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from jaxgemm import precision as precisions
 from jaxgemm.contexts import Target
 from jaxgemm.dims import Dims, Shape
-from pallas_kernels.problem import NONE, Activation, Config, Epilogue, Problem
+from pallas_kernels.configs import Config
+from pallas_kernels.problem import NONE, Activation, Epilogue, Problem
 
 
 class Operands[T](NamedTuple):

@@ -11,7 +11,7 @@ from jaxgemm.contraction import named_kernel, out_dtype_of
 from jaxgemm.dims import are_known
 from jaxgemm.ragged_product import Ragged, bind, plan_of
 from pallas_kernels import compat
-from pallas_kernels.problem import Config
+from pallas_kernels.configs import Config
 
 _KERNEL = "grouped_m"
 
@@ -49,7 +49,7 @@ def ragged_dot(
     out_sharding: sharding of the result on a mesh with explicit axes.
     implementation: None (the plan chooses), "grouped_m" or "xla". A kernel that is named
       must serve.
-    config: a pallas_kernels.problem.PersistentConfig for grouped_m.
+    config: a pallas_kernels.configs.PersistentConfig for grouped_m.
   Returns: [m, n].
   Raises:
     TypeError: a shape or a dtype is none of these; the message names the argument.

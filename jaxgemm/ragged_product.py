@@ -44,12 +44,8 @@ from jaxgemm.recording import record, record_plan
 from jaxgemm.scaled_product import ALGORITHMS, why_not_scales
 from jaxgemm.stored import as_stored
 from pallas_kernels import compat
-from pallas_kernels.problem import (
-  ALGORITHM_OF_DTYPE,
-  Config,
-  Epilogue,
-  Problem,
-)
+from pallas_kernels.configs import Config
+from pallas_kernels.problem import ALGORITHM_OF_DTYPE, Epilogue, Problem
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,8 @@ from pallas_kernels import (
   specialised,
   tiles,
 )
-from pallas_kernels.problem import Config, PersistentConfig, Problem, SplitKConfig
+from pallas_kernels.configs import Config, PersistentConfig, SplitKConfig
+from pallas_kernels.problem import Problem
 
 Shape = tuple[int, int, int, str, bool]  # One of tile_shapes, and `swap`.
 _MAX_STAGES = 16

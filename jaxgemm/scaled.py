@@ -35,7 +35,8 @@ from jaxgemm.quantisation import (
 )
 from jaxgemm.scaled_product import Scaled, scaled_product
 from pallas_kernels import compat
-from pallas_kernels.problem import OUT_DTYPES, SCALE_BLOCK, Config
+from pallas_kernels.configs import Config
+from pallas_kernels.problem import OUT_DTYPES, SCALE_BLOCK
 
 
 @dataclasses.dataclass(frozen=True)

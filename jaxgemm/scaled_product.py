@@ -27,7 +27,8 @@ from jaxgemm.primitive import result_type
 from jaxgemm.product import Product
 from jaxgemm.quantisation import dequantise, num_blocks
 from jaxgemm.recording import record, record_plan
-from pallas_kernels.problem import SCALE_BLOCK, Config, Epilogue, Problem
+from pallas_kernels.configs import Config
+from pallas_kernels.problem import SCALE_BLOCK, Epilogue, Problem
 
 ALGORITHMS = {
     ("float8_e4m3fn", "float8_e4m3fn"): "e4m3_f32",

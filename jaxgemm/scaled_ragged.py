@@ -29,7 +29,8 @@ from jaxgemm.scaled import (
   per_row,
   scale_of,
 )
-from pallas_kernels.problem import OUT_DTYPES, Config
+from pallas_kernels.configs import Config
+from pallas_kernels.problem import OUT_DTYPES
 
 _NAME = "scaled_ragged_dot"
 

@@ -26,7 +26,8 @@ from typing import Any, Literal
 
 from jaxgemm.device import Device
 from pallas_kernels import ALL_KERNELS
-from pallas_kernels.problem import Config, Epilogue, Problem
+from pallas_kernels.configs import Config
+from pallas_kernels.problem import Epilogue, Problem
 
 EVIDENCE = ("time_us", "xla_time_us", "jax", "date", "command")
 FAILURES = "failures"  # More evidence: why no kernel could be measured.

@@ -25,7 +25,8 @@ import functools
 
 from jaxgemm.device import Device
 from pallas_kernels import specialised, tiles
-from pallas_kernels.problem import PersistentConfig, Problem
+from pallas_kernels.configs import PersistentConfig
+from pallas_kernels.problem import Problem
 
 _BESIDE = 8  # CTAs in a row that ask the L2 as one: of 6 to 16, what explains most.
 # `grid_minor` and `grid_width`: the first of the best.

@@ -16,7 +16,8 @@ from jaxgemm.device import HOPPER, Device, portable
 from jaxgemm.exactness import promotion
 from jaxgemm.heuristics import Candidate
 from pallas_kernels import tiles, triton
-from pallas_kernels.problem import Problem, TritonConfig
+from pallas_kernels.configs import TritonConfig
+from pallas_kernels.problem import Problem
 
 
 @dataclasses.dataclass(frozen=True)

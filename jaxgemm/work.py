@@ -22,7 +22,8 @@ from pallas_kernels import (
   tiles,
   ways,
 )
-from pallas_kernels.problem import Config, PersistentConfig, Problem
+from pallas_kernels.configs import Config, PersistentConfig
+from pallas_kernels.problem import Problem
 
 
 class Work:

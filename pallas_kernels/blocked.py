@@ -22,7 +22,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels import accumulate, calls, slot_products, tiles
-from pallas_kernels.problem import BlockedConfig, Problem
+from pallas_kernels.configs import BlockedConfig
+from pallas_kernels.problem import Problem
 
 NAME = "blocked"
 Config = BlockedConfig

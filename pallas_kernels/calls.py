@@ -22,8 +22,9 @@ from pallas_kernels import (
   tiles,
 )
 from pallas_kernels import epilogue as epilogues
+from pallas_kernels.configs import Config
 from pallas_kernels.halves import Halves
-from pallas_kernels.problem import Config, Problem
+from pallas_kernels.problem import Problem
 from pallas_kernels.scales import make_scales
 
 # [batch, m, n], and of an epilogue that has more results all of them, of the same shape.

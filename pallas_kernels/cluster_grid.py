@@ -9,7 +9,8 @@ from jax import lax
 import jax.numpy as jnp
 
 from pallas_kernels import tiles
-from pallas_kernels.problem import ALONG_M, ALONG_N, PersistentConfig, Problem
+from pallas_kernels.configs import ALONG_M, ALONG_N, PersistentConfig
+from pallas_kernels.problem import Problem
 
 
 class Place(NamedTuple):

@@ -36,9 +36,10 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
 from pallas_kernels import fragments, tiles
+from pallas_kernels.configs import PersistentConfig
 from pallas_kernels.fragments import BLOCKS, ROWS, TILE_K
 from pallas_kernels.integers import i32, i32_type, place_of_fragment
-from pallas_kernels.problem import ALGORITHM_OF_EIGHT_BITS, PersistentConfig, Problem
+from pallas_kernels.problem import ALGORITHM_OF_EIGHT_BITS, Problem
 
 SOURCES = tuple(ALGORITHM_OF_EIGHT_BITS)
 _UNIT = 16  # Bytes of a row that a swizzle moves as one.

@@ -46,8 +46,9 @@ from pallas_kernels import (
   slot_products,
   tiles,
 )
+from pallas_kernels.configs import ALONG_K, DirectConfig
 from pallas_kernels.exchange import Exchange, first_col
-from pallas_kernels.problem import ALONG_K, DirectConfig, Problem
+from pallas_kernels.problem import Problem
 
 NAME = "direct"
 Config = DirectConfig

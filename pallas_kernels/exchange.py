@@ -37,8 +37,8 @@ from jaxlib.mlir.dialects import arith, nvvm, vector
 import numpy as np
 
 from pallas_kernels import tiles
+from pallas_kernels.configs import ALONG_K
 from pallas_kernels.integers import i32
-from pallas_kernels.problem import ALONG_K
 
 VECTOR = 4  # Sums that a thread sends at once: 16 bytes.
 Ref = Any

@@ -36,7 +36,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels import accumulate, dependent, partial_sums, tiles
-from pallas_kernels.problem import GemvConfig, Problem
+from pallas_kernels.configs import GemvConfig
+from pallas_kernels.problem import Problem
 
 NAME = "gemv"
 Config = GemvConfig

@@ -45,8 +45,9 @@ from pallas_kernels import (
 )
 from pallas_kernels import ring as rings
 from pallas_kernels.cluster_grid import ClusterGrid
+from pallas_kernels.configs import PersistentConfig
 from pallas_kernels.grouped_grid import MOST_ROWS, as_sizes, sums_until
-from pallas_kernels.problem import PersistentConfig, Problem
+from pallas_kernels.problem import Problem
 
 NAME = "grouped_k"
 Config = PersistentConfig

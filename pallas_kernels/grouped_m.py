@@ -27,8 +27,9 @@ from jax import lax
 import jax.numpy as jnp
 
 from pallas_kernels import calls, persistent, specialised, tiles
+from pallas_kernels.configs import ALONG_M, ALONG_N, PersistentConfig
 from pallas_kernels.grouped_grid import MOST_ROWS, TABLE, GroupedGrid, row_tiles
-from pallas_kernels.problem import ALONG_M, ALONG_N, PersistentConfig, Problem
+from pallas_kernels.problem import Problem
 
 NAME = "grouped_m"
 Config = PersistentConfig

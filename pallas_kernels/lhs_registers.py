@@ -22,7 +22,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels import accumulate, operand_tiles, padding, parts, tiles
-from pallas_kernels.problem import PersistentConfig, Problem
+from pallas_kernels.configs import PersistentConfig
+from pallas_kernels.problem import Problem
 
 TILE_K = 32  # 128 bytes of k-major lhs.
 ROWS = 64  # Of a consumer.

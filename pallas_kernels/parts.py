@@ -40,7 +40,8 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from pallas_kernels.problem import Config, PersistentConfig, Problem
+from pallas_kernels.configs import Config, PersistentConfig
+from pallas_kernels.problem import Problem
 
 HIGH, MID, LOW = 0, 1, 2
 

@@ -51,9 +51,10 @@ from pallas_kernels import (
 )
 from pallas_kernels import ring as rings
 from pallas_kernels.cluster_grid import ClusterGrid
+from pallas_kernels.configs import PersistentConfig
 from pallas_kernels.exchange import Exchange, first_col
 from pallas_kernels.grouped_grid import GroupedGrid
-from pallas_kernels.problem import PersistentConfig, Problem
+from pallas_kernels.problem import Problem
 
 NAME = "persistent"
 Config = PersistentConfig

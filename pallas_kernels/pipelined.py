@@ -27,7 +27,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels import accumulate, calls, slot_products, tiles
-from pallas_kernels.problem import PipelinedConfig, Problem
+from pallas_kernels.configs import PipelinedConfig
+from pallas_kernels.problem import Problem
 
 NAME = "pipelined"
 Config = PipelinedConfig

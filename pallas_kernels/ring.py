@@ -36,7 +36,7 @@ from pallas_kernels import (
   slot_products,
   tiles,
 )
-from pallas_kernels.problem import ALONG_M, ALONG_N
+from pallas_kernels.configs import ALONG_M, ALONG_N
 
 # What a thread keeps, by the number of consumers: all CTA's threads share 64 K.
 PRODUCER_REGISTERS = {1: 40, 2: 40, 3: 32}

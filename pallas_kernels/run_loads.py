@@ -31,6 +31,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
 from pallas_kernels import arrivals, compat, fragments, tiles
+from pallas_kernels.configs import PersistentConfig
 from pallas_kernels.fragments import BLOCKS, ROWS, TILE_K
 from pallas_kernels.integers import (
   const64,
@@ -41,7 +42,7 @@ from pallas_kernels.integers import (
   less,
   place_of_fragment,
 )
-from pallas_kernels.problem import PersistentConfig, Problem
+from pallas_kernels.problem import Problem
 
 _BYTES = 16  # That addresses and sizes of a bulk copy are multiples of: a unit.
 _UNIT = _BYTES // 2  # Its elements.

@@ -41,9 +41,10 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref
 
 from pallas_kernels import arrivals, compat, fragments, tiles
+from pallas_kernels.configs import PersistentConfig
 from pallas_kernels.fragments import BLOCKS, ROWS, TILE_K
 from pallas_kernels.integers import i32, place_of_fragment
-from pallas_kernels.problem import PersistentConfig, Problem
+from pallas_kernels.problem import Problem
 
 ARRAYS = 8  # Rows of 16-bit elements that lie so many apart are aligned alike.
 _UNIT = 8  # Elements in 16 bytes.

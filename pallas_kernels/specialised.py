@@ -25,7 +25,8 @@ from pallas_kernels import (
 )
 from pallas_kernels import epilogue as epilogues
 from pallas_kernels import ring as rings
-from pallas_kernels.problem import PersistentConfig, Problem
+from pallas_kernels.configs import PersistentConfig
+from pallas_kernels.problem import Problem
 
 MAX_TILE_N = 384  # Columns of a tile: those of two wgmma that need 192 registers.
 LOADING_PRODUCERS = 3  # Where registers load operands: see `num_producers`.

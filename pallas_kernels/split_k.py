@@ -27,8 +27,9 @@ from jax import lax
 import jax.numpy as jnp
 
 from pallas_kernels import calls, partial_sums, persistent, specialised, tiles
+from pallas_kernels.configs import ALONG_K, SplitKConfig
 from pallas_kernels.exchange import Exchange
-from pallas_kernels.problem import ALONG_K, Epilogue, Problem, SplitKConfig
+from pallas_kernels.problem import Epilogue, Problem
 
 NAME = "split_k"
 Config = SplitKConfig

@@ -38,7 +38,8 @@ from jax import lax
 import jax.numpy as jnp
 
 from pallas_kernels import partial_sums, tiles
-from pallas_kernels.problem import Problem, TritonConfig
+from pallas_kernels.configs import TritonConfig
+from pallas_kernels.problem import Problem
 
 NAME = "triton"
 Config = TritonConfig

@@ -9,7 +9,8 @@ import functools
 from typing import Literal
 
 from pallas_kernels import fragments, padding, tiles
-from pallas_kernels.problem import Config, Problem
+from pallas_kernels.configs import Config
+from pallas_kernels.problem import Problem
 
 LhsWay = Literal["converted", "skewed", "runs"]
 

@@ -11,7 +11,8 @@ import pytest
 from jaxgemm import reference
 from jaxgemm.device import known_device
 from pallas_kernels import GROUPED_KERNELS, compat
-from pallas_kernels.problem import PersistentConfig, Problem
+from pallas_kernels.configs import PersistentConfig
+from pallas_kernels.problem import Problem
 from tests import kernel_cases
 from tests.kernel_cases import as_multiplied, make_problem, random_operands
 

@@ -14,16 +14,15 @@ import pytest
 
 from jaxgemm import reference
 from pallas_kernels import KERNELS, TILE_KERNELS, compat
-from pallas_kernels.problem import (
-  ALGORITHMS,
+from pallas_kernels.configs import (
   BlockedConfig,
   DirectConfig,
   PersistentConfig,
   PipelinedConfig,
-  Problem,
   SplitKConfig,
   TritonConfig,
 )
+from pallas_kernels.problem import ALGORITHMS, Problem
 
 LAYOUTS = {
     "NN": dict(lhs_layout="k-major", rhs_layout="n-major"),

@@ -8,7 +8,7 @@ import numpy as np
 
 import jaxgemm
 from jaxgemm import reference
-from pallas_kernels.problem import PersistentConfig
+from pallas_kernels.configs import PersistentConfig
 from tests.product_cases import normal
 
 # Of 40 rows; a group of few, one of none, and 7 rows of nobody.

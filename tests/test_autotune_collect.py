@@ -26,7 +26,8 @@ import pytest
 import jaxgemm
 from jaxgemm import lowering, primitive
 from jaxgemm.autotune import tuner
-from pallas_kernels.problem import BlockedConfig, Problem
+from pallas_kernels.configs import BlockedConfig
+from pallas_kernels.problem import Problem
 
 pytestmark = pytest.mark.usefixtures("folder")
 

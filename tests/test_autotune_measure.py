@@ -30,13 +30,8 @@ from jaxgemm.autotune.operands import (
 )
 from jaxgemm.autotune.programs import Choice, bound_product, program
 from jaxgemm.recording import recording
-from pallas_kernels.problem import (
-  BlockedConfig,
-  Epilogue,
-  PersistentConfig,
-  PipelinedConfig,
-  Problem,
-)
+from pallas_kernels.configs import BlockedConfig, PersistentConfig, PipelinedConfig
+from pallas_kernels.problem import Epilogue, Problem
 from tests.kernel_cases import more
 
 pytestmark = pytest.mark.usefixtures("folder")

@@ -19,7 +19,7 @@ import pytest
 
 import jaxgemm
 from jaxgemm import checkpoint_policies
-from pallas_kernels.problem import (
+from pallas_kernels.configs import (
   BlockedConfig,
   PersistentConfig,
   PipelinedConfig,

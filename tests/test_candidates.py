@@ -9,7 +9,8 @@ import pytest
 
 from jaxgemm import device, heuristics, ring_slots, tile_shapes
 from pallas_kernels import KERNELS, specialised, tiles
-from pallas_kernels.problem import Epilogue, PersistentConfig, Problem
+from pallas_kernels.configs import PersistentConfig
+from pallas_kernels.problem import Epilogue, Problem
 from tests import kernel_cases
 
 H200 = device.known_device("NVIDIA H200")

@@ -12,7 +12,8 @@ import pytest
 import jaxgemm
 from jaxgemm import reference
 from jaxgemm.autotune import tuner
-from pallas_kernels.problem import Epilogue, PersistentConfig
+from pallas_kernels.configs import PersistentConfig
+from pallas_kernels.problem import Epilogue
 from tests.kernel_cases import LAYOUTS, make_problem
 from tests.product_cases import normal
 

@@ -10,7 +10,7 @@ import pytest
 
 import jaxgemm
 from jaxgemm import einsums, reference
-from pallas_kernels.problem import BlockedConfig
+from pallas_kernels.configs import BlockedConfig
 from tests.product_cases import count_primitives, cuda_kernels, normal
 
 CASES = {

@@ -32,7 +32,8 @@ from jaxgemm import device, heuristics, plan, reference, table, user_table
 from jaxgemm.autotune import measure
 from jaxgemm.user_table import TableWarning
 from pallas_kernels import KERNELS
-from pallas_kernels.problem import PipelinedConfig, Problem
+from pallas_kernels.configs import PipelinedConfig
+from pallas_kernels.problem import Problem
 from tests.test_user_table import GOOD, GOOD_ROW, H200, ROOT, make_row
 
 pytestmark = pytest.mark.slow  # The other JAX version need not run them too.

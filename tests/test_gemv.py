@@ -13,7 +13,8 @@ import jaxgemm
 from jaxgemm import heuristics, plan, reference
 from jaxgemm.device import known_device
 from pallas_kernels import gemv
-from pallas_kernels.problem import Epilogue, GemvConfig
+from pallas_kernels.configs import GemvConfig
+from pallas_kernels.problem import Epilogue
 from tests import kernel_cases
 from tests.kernel_cases import emulate, make_problem, mostly_slow
 

@@ -13,8 +13,9 @@ import pytest
 from jaxgemm import grouped_heuristics
 from jaxgemm.device import current_device
 from pallas_kernels import GROUPED_KERNELS
+from pallas_kernels.configs import PersistentConfig
 from pallas_kernels.conversions import SOURCES
-from pallas_kernels.problem import PersistentConfig, Problem
+from pallas_kernels.problem import Problem
 from tests import kernel_cases
 from tests.grouped_cases import (
   H200,

@@ -13,7 +13,8 @@ import jaxgemm
 from jaxgemm import plan, reference
 from jaxgemm.device import known_device
 from pallas_kernels import KERNELS, halves
-from pallas_kernels.problem import Epilogue, PersistentConfig, SplitKConfig
+from pallas_kernels.configs import PersistentConfig, SplitKConfig
+from pallas_kernels.problem import Epilogue
 from tests import kernel_cases
 from tests.kernel_cases import LAYOUTS, lowered, make_problem
 

@@ -84,8 +84,9 @@ def test_kernels_import_nothing_of_the_library():
       assert not name.startswith(("jaxgemm", "experiments", "tests")), (module, name)
 
 
-def test_problem_is_a_leaf():
-  names = _modules("pallas_kernels")["problem"]
+@pytest.mark.parametrize("module", ["problem", "configs"])
+def test_problem_and_configs_are_leaves(module):
+  names = _modules("pallas_kernels")[module]
   assert not any(name.startswith("pallas_kernels") for name in names)
 
 
@@ -124,7 +125,9 @@ def test_only_heuristics_plan_and_table_import_kernels():
   for module, names in _modules("jaxgemm").items():
     used = {n.split(".")[1] for n in names if n.startswith("pallas_kernels.")}
     if module not in KERNEL_IMPORTERS:
-      assert not used - {"problem", "compat", "activations"}, (module, used)
+      assert not used - {"problem", "configs", "compat", "activations"}, (
+          module, used
+      )
 
 
 def test_private_jax_is_imported_by_compat_alone():

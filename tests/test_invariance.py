@@ -9,7 +9,8 @@ import pytest
 import jaxgemm
 from jaxgemm import device, heuristics, invariance, plan
 from pallas_kernels import parts, specialised
-from pallas_kernels.problem import ALGORITHMS, PersistentConfig, Problem, SplitKConfig
+from pallas_kernels.configs import PersistentConfig, SplitKConfig
+from pallas_kernels.problem import ALGORITHMS, Problem
 from tests.product_cases import normal
 
 H200 = device.known_device("NVIDIA H200")

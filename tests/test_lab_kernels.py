@@ -16,7 +16,7 @@ from experiments.lab import (
 )
 from jaxgemm import reference
 from pallas_kernels import compat
-from pallas_kernels.problem import PersistentConfig
+from pallas_kernels.configs import PersistentConfig
 from tests.kernel_cases import (
   baseline_error,
   make_problem,

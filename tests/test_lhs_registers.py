@@ -10,7 +10,8 @@ import pytest
 
 from jaxgemm import reference
 from pallas_kernels import KERNELS
-from pallas_kernels.problem import Epilogue, PersistentConfig
+from pallas_kernels.configs import PersistentConfig
+from pallas_kernels.problem import Epilogue
 from tests import kernel_cases
 from tests.kernel_cases import LAYOUTS, lowered, make_problem
 

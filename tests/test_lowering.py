@@ -17,7 +17,8 @@ from jaxgemm import heuristics
 from jaxgemm.device import known_device
 from pallas_kernels import TILE_KERNELS as KERNELS
 from pallas_kernels import direct, pads
-from pallas_kernels.problem import DirectConfig, Epilogue, PersistentConfig
+from pallas_kernels.configs import DirectConfig, PersistentConfig
+from pallas_kernels.problem import Epilogue
 from tests import kernel_cases
 from tests.kernel_cases import LAYOUTS, lowered, make_problem, mostly_slow, small_config
 

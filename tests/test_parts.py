@@ -14,7 +14,8 @@ import jaxgemm
 from jaxgemm import plan, reference
 from jaxgemm.device import known_device
 from pallas_kernels import KERNELS, accumulate, parts
-from pallas_kernels.problem import Epilogue, PersistentConfig, Problem, SplitKConfig
+from pallas_kernels.configs import PersistentConfig, SplitKConfig
+from pallas_kernels.problem import Epilogue, Problem
 from tests import kernel_cases
 from tests.kernel_cases import LAYOUTS, lowered, make_problem
 

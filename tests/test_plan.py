@@ -18,13 +18,13 @@ from jaxgemm import (
 )
 from jaxgemm.contexts import current_target
 from pallas_kernels import KERNELS, TILE_KERNELS, tiles, triton
-from pallas_kernels.problem import (
+from pallas_kernels.configs import (
   BlockedConfig,
   DirectConfig,
   PersistentConfig,
-  Problem,
   SplitKConfig,
 )
+from pallas_kernels.problem import Problem
 
 H200 = device.known_device("NVIDIA H200")
 A100 = dataclasses.replace(H200, kind="NVIDIA A100", compute_capability="8.0")

@@ -15,7 +15,7 @@ import jaxgemm
 from jaxgemm import checkpoint_policies, reference
 from jaxgemm.dims import Dims
 from pallas_kernels import TILE_KERNELS as KERNELS
-from pallas_kernels.problem import BlockedConfig, PersistentConfig
+from pallas_kernels.configs import BlockedConfig, PersistentConfig
 from tests.product_cases import (
   count_primitives,
   cuda_kernels,

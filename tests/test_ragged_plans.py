@@ -14,7 +14,8 @@ from jaxgemm import reference
 from jaxgemm.device import known_device
 from jaxgemm.plan import make_plan
 from jaxgemm.recording import recording
-from pallas_kernels.problem import BlockedConfig, Epilogue, PersistentConfig, Problem
+from pallas_kernels.configs import BlockedConfig, PersistentConfig
+from pallas_kernels.problem import Epilogue, Problem
 from tests.kernel_cases import more
 from tests.product_cases import normal
 from tests.ragged_cases import (

@@ -10,7 +10,8 @@ import collections
 import pytest
 
 from pallas_kernels import direct, register_loads, tiles
-from pallas_kernels.problem import DirectConfig, Problem
+from pallas_kernels.configs import DirectConfig
+from pallas_kernels.problem import Problem
 from pallas_kernels.register_loads import CHUNK, RegisterLoads
 from tests.kernel_cases import lowered, make_problem, small_config
 

@@ -9,12 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import persistent, pipelined, split_k, tiles
-from pallas_kernels.problem import (
-  PersistentConfig,
-  PipelinedConfig,
-  Problem,
-  SplitKConfig,
-)
+from pallas_kernels.configs import PersistentConfig, PipelinedConfig, SplitKConfig
+from pallas_kernels.problem import Problem
 from pallas_kernels.ring import Ring
 
 MOVES = {"copy_gmem_to_smem", "wgmma_ref"}

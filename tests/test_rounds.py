@@ -18,7 +18,8 @@ from jaxgemm.device import known_device
 from jaxgemm.plan import make_plan
 from pallas_kernels import KERNELS
 from pallas_kernels.cluster_grid import ClusterGrid
-from pallas_kernels.problem import PersistentConfig, Problem
+from pallas_kernels.configs import PersistentConfig
+from pallas_kernels.problem import Problem
 from tests import kernel_cases
 from tests.kernel_cases import make_problem, mostly_slow, small_config
 from tests.product_cases import normal

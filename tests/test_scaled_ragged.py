@@ -17,7 +17,8 @@ from jaxgemm import grouped_heuristics, reference
 from jaxgemm.device import current_device, known_device
 from jaxgemm.recording import recording
 from pallas_kernels import compat, grouped_m
-from pallas_kernels.problem import Epilogue, PersistentConfig
+from pallas_kernels.configs import PersistentConfig
+from pallas_kernels.problem import Epilogue
 from tests.grouped_cases import bounds, config_of, gpu_sizes, lowered, of_m
 from tests.kernel_cases import more
 from tests.test_converted import plans

@@ -16,7 +16,8 @@ from jaxgemm.device import known_device
 from jaxgemm.work import Work
 from pallas_kernels import KERNELS, sector_stores, staging, tiles
 from pallas_kernels import epilogue as epilogues
-from pallas_kernels.problem import DirectConfig, Epilogue
+from pallas_kernels.configs import DirectConfig
+from pallas_kernels.problem import Epilogue
 from pallas_kernels.register_loads import RegisterLoads
 from tests import gpu_cases, kernel_cases
 from tests.kernel_cases import LAYOUTS, lowered, make_problem

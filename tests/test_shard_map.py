@@ -11,7 +11,7 @@ import pytest
 
 import jaxgemm
 from jaxgemm import reference
-from pallas_kernels.problem import BlockedConfig
+from pallas_kernels.configs import BlockedConfig
 from tests.product_cases import normal
 from tests.sharding_cases import (
   loss_of,

@@ -12,8 +12,9 @@ from jaxgemm.cost_constants import MODEL
 from jaxgemm.device import known_device
 from jaxgemm.work import Work
 from pallas_kernels import KERNELS, slot_products, specialised
+from pallas_kernels.configs import PersistentConfig
 from pallas_kernels.operand_tiles import Operand
-from pallas_kernels.problem import Epilogue, PersistentConfig
+from pallas_kernels.problem import Epilogue
 from tests import gpu_cases
 from tests.kernel_cases import (
   LAYOUTS,

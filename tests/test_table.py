@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from jaxgemm import device, plan, table
-from pallas_kernels.problem import Epilogue, PersistentConfig, Problem
+from pallas_kernels.configs import PersistentConfig
+from pallas_kernels.problem import Epilogue, Problem
 
 H200 = device.known_device("NVIDIA H200")
 SQUARE = Problem(4096, 4096, 4096)

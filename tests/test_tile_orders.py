@@ -11,7 +11,8 @@ import pytest
 from jaxgemm import grouped_heuristics, heuristics, tile_orders
 from jaxgemm.device import known_device
 from pallas_kernels import tiles
-from pallas_kernels.problem import PersistentConfig, Problem, SplitKConfig
+from pallas_kernels.configs import PersistentConfig, SplitKConfig
+from pallas_kernels.problem import Problem
 
 H200 = known_device("NVIDIA H200")
 SINGLE = PersistentConfig(256, 128)

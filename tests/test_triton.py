@@ -19,7 +19,8 @@ import pytest
 import jaxgemm
 from jaxgemm import device, plan, reference, table, triton_heuristics
 from pallas_kernels import triton
-from pallas_kernels.problem import Epilogue, Problem, TritonConfig
+from pallas_kernels.configs import TritonConfig
+from pallas_kernels.problem import Epilogue, Problem
 from tests import kernel_cases
 from tests.kernel_cases import LAYOUTS, make_problem, small_config
 

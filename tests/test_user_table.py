@@ -17,7 +17,8 @@ import pytest
 from jaxgemm import device, plan, table, user_table
 from jaxgemm.user_table import TableWarning
 import pallas_kernels
-from pallas_kernels.problem import BlockedConfig, Epilogue, PersistentConfig, Problem
+from pallas_kernels.configs import BlockedConfig, PersistentConfig
+from pallas_kernels.problem import Epilogue, Problem
 
 ROOT = Path(__file__).parent.parent
 H200 = device.known_device("NVIDIA H200")

@@ -11,14 +11,13 @@ from jaxgemm.cost_constants import MODEL
 from jaxgemm.device import known_device
 from jaxgemm.work import Work
 from pallas_kernels import specialised, split_k, tiles
-from pallas_kernels.problem import (
+from pallas_kernels.configs import (
   DirectConfig,
-  Epilogue,
   PersistentConfig,
   PipelinedConfig,
-  Problem,
   SplitKConfig,
 )
+from pallas_kernels.problem import Epilogue, Problem
 from tests.kernel_cases import LAYOUTS
 
 H200 = known_device("NVIDIA H200")

@@ -13,7 +13,8 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels import persistent
-from pallas_kernels.problem import PersistentConfig, Problem
+from pallas_kernels.configs import PersistentConfig
+from pallas_kernels.problem import Problem
 
 NAME = "lab_one_tile"
 Config = PersistentConfig

@@ -33,7 +33,8 @@ import jax.numpy as jnp
 from pallas_kernels import accumulate, calls, compat, specialised, staging, tiles
 from pallas_kernels import epilogue as epilogues
 from pallas_kernels import ring as rings
-from pallas_kernels.problem import PersistentConfig, Problem
+from pallas_kernels.configs import PersistentConfig
+from pallas_kernels.problem import Problem
 
 NAME = "lab_stream_k"
 

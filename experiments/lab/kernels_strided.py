@@ -22,7 +22,8 @@ from jax import lax
 import jax.numpy as jnp
 
 from pallas_kernels import calls, operand_tiles, persistent, specialised, split_k, tiles
-from pallas_kernels.problem import Epilogue, Problem, SplitKConfig
+from pallas_kernels.configs import SplitKConfig
+from pallas_kernels.problem import Epilogue, Problem
 
 NAME = "lab_strided"
 

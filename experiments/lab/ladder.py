@@ -32,7 +32,7 @@ from experiments.lab import (
 from experiments.lab.rows import XLA, Row, by_problem, timed
 from experiments.lab.tables import Figure, Table, make_table, paragraphs
 from pallas_kernels import tiles
-from pallas_kernels.problem import BlockedConfig, PersistentConfig, PipelinedConfig
+from pallas_kernels.configs import BlockedConfig, PersistentConfig, PipelinedConfig
 
 NAME = "ladder"
 TITLE = "The ladder"

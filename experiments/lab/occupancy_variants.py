@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from experiments import products, suites
 from experiments.lab import variants
-from pallas_kernels.problem import (
+from pallas_kernels.configs import (
   BlockedConfig,
   Config,
   PersistentConfig,
   PipelinedConfig,
-  Problem,
   SplitKConfig,
 )
+from pallas_kernels.problem import Problem
 
 _WG_THREADS = 128
 

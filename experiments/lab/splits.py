@@ -33,7 +33,7 @@ from experiments.lab.tables import (
   paragraphs,
 )
 from pallas_kernels import tiles
-from pallas_kernels.problem import PersistentConfig, SplitKConfig
+from pallas_kernels.configs import PersistentConfig, SplitKConfig
 
 NAME = "splits"
 TITLE = "Split-k and stream-k"

@@ -25,7 +25,8 @@ from experiments.lab import measuring, variants
 from experiments.lab.rows import XLA, Row, by_problem, fastest, timed
 from experiments.lab.tables import Figure, Table, make_table, paragraphs
 from pallas_kernels import tiles
-from pallas_kernels.problem import PersistentConfig, Problem, SplitKConfig
+from pallas_kernels.configs import PersistentConfig, SplitKConfig
+from pallas_kernels.problem import Problem
 
 NAME = "stages"
 TITLE = "Stages, tiles and warpgroups"

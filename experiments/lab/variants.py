@@ -15,7 +15,8 @@ from experiments.suites import Case
 from jaxgemm.device import Device
 from jaxgemm.plan import make_plan
 from pallas_kernels import TILE_KERNELS, compat
-from pallas_kernels.problem import Config, Problem
+from pallas_kernels.configs import Config
+from pallas_kernels.problem import Problem
 
 KernelModule = ModuleType  # With NAME, supports, smem_bytes and launch.
 

@@ -16,7 +16,8 @@ from jaxgemm.primitive import bind
 from jaxgemm.product import Product
 from jaxgemm.ragged_product import Ragged
 from jaxgemm.scaled_product import Scaled, scaled_product
-from pallas_kernels.problem import Config, Problem
+from pallas_kernels.configs import Config
+from pallas_kernels.problem import Problem
 
 
 @dataclasses.dataclass(frozen=True)
