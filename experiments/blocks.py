@@ -27,10 +27,10 @@ class Layers:
   """What computes the products of a block.
 
   Attributes:
-    linear: linear(x, w, bias=None, *, activation=None, residual=None,
-      transposed=False).
+    linear: linear(x, w, bias=None, *, norm=None, activation=None, residual=None,
+      transposed=False); the norm is a jaxgemm.RMSNorm of x.
     mlp: mlp(x, w_up, w_down, bias_up, bias_down, *, activation, residual).
-    gated_mlp: gated_mlp(x, w_gate, w_up, w_down, *, residual), with silu.
+    gated_mlp: gated_mlp(x, w_gate, w_up, w_down, *, norm, residual), with silu.
     cross_entropy: cross_entropy(x, w, labels, transposed=False): float32, of each row.
     ragged_dot: as jax.lax.ragged_dot.
   """
@@ -42,7 +42,10 @@ class Layers:
   ragged_dot: experts.RaggedDot
 
 
-def _linear(x, w, bias=None, *, activation=None, residual=None, transposed=False):
+def _linear(
+    x, w, bias=None, *, norm=None, activation=None, residual=None, transposed=False
+):
+  x = x if norm is None else norm(x)
   out = x @ (w.T if transposed else w)
   if bias is not None:
     out = out + bias
@@ -56,7 +59,8 @@ def _mlp(x, w_up, w_down, bias_up, bias_down, *, activation, residual):
   return _linear(hidden, w_down, bias_down, residual=residual)
 
 
-def _gated_mlp(x, w_gate, w_up, w_down, *, residual):
+def _gated_mlp(x, w_gate, w_up, w_down, *, norm, residual):
+  x = norm(x)
   return _linear(jax.nn.silu(x @ w_gate) * (x @ w_up), w_down, residual=residual)
 
 
@@ -107,8 +111,9 @@ def llama(
 
   def run(v: Params, layers: Layers) -> jax.Array:
     x = _attended(v, layers, heads, kv_heads, cached)
-    normal = _rms_norm(x, v["mlp_norm"])
-    return layers.gated_mlp(normal, v["gate"], v["up"], v["down"], residual=x)
+    return layers.gated_mlp(
+        x, v["gate"], v["up"], v["down"], norm=_norm(v["mlp_norm"]), residual=x
+    )
 
   return Block(shapes, run, trains=not cached)
 
@@ -123,7 +128,7 @@ def mixtral(
 
   def run(v: Params, layers: Layers) -> jax.Array:
     x = _attended(v, layers, heads, kv_heads, cached)
-    rows = _rms_norm(x, v["mlp_norm"]).reshape(-1, width)
+    rows = _norm(v["mlp_norm"])(x).reshape(-1, width)
     out = experts.layer(rows, v, layers.ragged_dot, chosen=v["chosen"])
     return x + out.reshape(x.shape)
 
@@ -152,7 +157,7 @@ def _attended(
   x = v["x"]
   sequences, tokens, width = x.shape
   head = width // heads
-  mixed = layers.linear(_rms_norm(x, v["attention_norm"]), v["qkv"])
+  mixed = layers.linear(x, v["qkv"], norm=_norm(v["attention_norm"]))
   mixed = mixed.reshape(sequences, tokens, kv_heads, heads // kv_heads + 2, head)
   q = mixed[:, :, :, :-2].reshape(sequences, tokens, heads, head)
   k, values = mixed[:, :, :, -2], mixed[:, :, :, -1]
@@ -252,10 +257,8 @@ def _wide(x: jax.Array) -> jax.Array:
   return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-def _rms_norm(x, scale):
-  wide = _wide(x)
-  mean = jnp.mean(jnp.square(wide), -1, keepdims=True)
-  return (wide * jax.lax.rsqrt(mean + 1e-5) * _wide(scale)).astype(x.dtype)
+def _norm(weights) -> jaxgemm.RMSNorm:
+  return jaxgemm.RMSNorm(weights, 1e-5)
 
 
 def layer_norm(x, scale, shift):

@@ -20,6 +20,7 @@ from jaxgemm.quantisation import dequantise as dequantise
 from jaxgemm.quantisation import quantise as quantise
 from jaxgemm.ragged import ragged_dot as ragged_dot
 from jaxgemm.rewriting import accelerate as accelerate
+from jaxgemm.rms_norm import RMSNorm as RMSNorm
 from jaxgemm.scaled import scaled_matmul as scaled_matmul
 from jaxgemm.scaled_ragged import scaled_ragged_dot as scaled_ragged_dot
 from jaxgemm.user_table import TableWarning as TableWarning

@@ -18,7 +18,9 @@ from pallas_kernels import (
   direct,
   fragments,
   gemv,
+  norms,
   parts,
+  persistent,
   run_loads,
   sector_stores,
   specialised,
@@ -45,6 +47,8 @@ _MOST_SHIFTED = 4  # k tiles that direct shifts; with six it took up to 6 times 
 _LEAST_STAGES = 4  # Where consumers split lhs: one slot is split, one multiplied.
 _LEAST_SKEWED = 9e6  # Bytes of an operand: a pass over fewer takes less.
 _LEAST_RUNS = 1e6  # The same, in tiles of whole rows.
+_MOST_NORMED = 16  # Rows of lhs, beside one rhs.
+_NORMED_STAGES = 11  # 8x6144x4096 took 14.5 us, and with nine 14.9.
 _MOST_CONFLICTS = 4.0  # Of runs; with 7.5 256x257x64x257 took 35 us, skewed 21.
 
 
@@ -52,6 +56,9 @@ def listed(problem: Problem, device: Device) -> Iterator[tuple[str, Config]]:
   """Kernels by name and their configs, some of which may not serve the problem."""
   if problem.converts:
     yield from _converted_configs(problem, device)
+    return
+  if problem.norm_eps is not None:
+    yield from _normed_configs(problem)
     return
   yield from _gemv_configs(problem, device)
   if parts.is_split(problem):
@@ -133,6 +140,26 @@ def _converted_configs(
         for cols in tile_shapes.skewed(product, device, consumers):
           shape = rows, cols, consumers, "m", swap
           yield from _specialised(problem, product, device, shape)
+
+
+def _normed_configs(problem: Problem) -> Iterator[tuple[str, Config]]:
+  """Those whose kernel normalises lhs, with as many slots as there is room for.
+
+  Of one rhs and more than 16 rows a k tile of 64 columns is not as long under way as
+  shared memory works on it: 64x6144x4096 takes 19.1 us, and 17.1 with a pass.
+  """
+  gated = problem.epilogue.gated
+  if not gated and problem.m > _MOST_NORMED:
+    return
+  promote = exactness.promotion(problem, tiles.cdiv(problem.k, norms.COLS))
+  for tile_n in (256, 128) if gated else (64,):
+    for num_stages in range(_NORMED_STAGES, 1, -1):
+      config = PersistentConfig(
+          norms.ROWS, tile_n, num_stages=num_stages, consumers=1, promote=promote
+      )
+      if persistent.supports(problem, config) is None:
+        yield persistent.NAME, config
+        break
 
 
 def _direct_configs(

@@ -19,6 +19,7 @@ from jax import lax
 from jax.extend import core
 import jax.numpy as jnp
 
+from jaxgemm import normed
 from jaxgemm.arguments import (
   as_array,
   as_factor,
@@ -31,6 +32,7 @@ from jaxgemm.contraction import contract, named_kernel, product_of
 from jaxgemm.dims import Axes
 from jaxgemm.lowering import along_columns
 from jaxgemm.product import Product
+from jaxgemm.rms_norm import RMSNorm
 from pallas_kernels import activations
 from pallas_kernels.configs import Config
 from pallas_kernels.problem import NONE, OUT_DTYPES, Activation
@@ -45,12 +47,12 @@ PACKED = ("concatenated", "interleaved")  # Two weights in one array.
 
 
 def linear(
-    x, w, bias=None, *, activation: Activation | None = None, residual=None, scale=1,
-    precision=None, preferred_element_type=None, transposed: bool = False,
-    save: str = "preactivation", implementation: str | None = None,
-    config: Config | None = None,
+    x, w, bias=None, *, norm: RMSNorm | None = None, activation: Activation | None = None,
+    residual=None, scale=1, precision=None, preferred_element_type=None,
+    transposed: bool = False, save: str = "preactivation",
+    implementation: str | None = None, config: Config | None = None,
 ) -> jax.Array:
-  """Returns activation(scale * x @ w + bias) + residual, rounded once.
+  """Returns activation(scale * norm(x) @ w + bias) + residual, rounded once.
 
   But of few rows of x and weights in 8 bits, which the caller converts just before, as by
   `w.astype(x.dtype)`, scale * x @ w is rounded to the dtype of the result first: the
@@ -60,6 +62,9 @@ def linear(
     x: [*batch, k].
     w: [k, n], or [n, k] if `transposed`.
     bias: None, or [n].
+    norm: None, or what normalises the rows of x first: of up to 64 rows of 16 bits the
+      kernel itself, where that is faster than a pass. Its weights then multiply x, which
+      is rounded, and the rest of it the sums.
     activation: None, "relu", "squared_relu", "sigmoid", "silu", "tanh", "gelu" (the
       tanh form), "gelu_exact", or a function of float32 arrays, element by element, of
       operations that a kernel has (jnp.where, jnp.exp, ...): the same object each time,
@@ -85,13 +90,13 @@ def linear(
   """
   w = as_array("linear", "w", w)
   return _layer(
-      "linear", x, {"w": w}, {"bias": bias}, activation, residual, scale, precision,
+      "linear", x, norm, {"w": w}, {"bias": bias}, activation, residual, scale, precision,
       preferred_element_type, transposed, save, implementation, config,
   )
 
 
 def gated_linear(
-    x, w_gate, w_up=None, *, bias_gate=None, bias_up=None,
+    x, w_gate, w_up=None, *, norm: RMSNorm | None = None, bias_gate=None, bias_up=None,
     activation: Activation | None = "silu", residual=None, scale=1, precision=None,
     preferred_element_type=None, transposed: bool = False, packed: str = "concatenated",
     save: str = "preactivation", implementation: str | None = None,
@@ -111,7 +116,7 @@ def gated_linear(
     residual: None, or an array that broadcasts to [*batch, n]; added at last.
     packed: "concatenated", the gate's columns first, or "interleaved", columns of the
       two alternating.
-    activation, scale, precision, preferred_element_type, transposed, save,
+    norm, activation, scale, precision, preferred_element_type, transposed, save,
       implementation, config: as for jaxgemm.linear.
   Returns: [*batch, n].
   Raises:
@@ -139,7 +144,7 @@ def gated_linear(
   if (bias_gate is None) != (bias_up is None):
     raise ValueError("gated_linear: bias_gate and bias_up are given both or not at all")
   return _layer(
-      "gated_linear", x, weights, {"bias_gate": bias_gate, "bias_up": bias_up},
+      "gated_linear", x, norm, weights, {"bias_gate": bias_gate, "bias_up": bias_up},
       activation, residual, scale, precision, preferred_element_type, transposed, save,
       implementation, config,
   )
@@ -165,22 +170,40 @@ def _check_packed(name: str, w, axis: int) -> None:
 
 
 def _layer(
-    name: str, x, weights: dict[str, jax.Array], biases: dict[str, jax.Array | None],
-    activation, residual, scale, precision, preferred_element_type, transposed: bool,
-    save: str, implementation, config,
+    name: str, x, norm: RMSNorm | None, weights: dict[str, jax.Array],
+    biases: dict[str, jax.Array | None], activation, residual, scale, precision,
+    preferred_element_type, transposed: bool, save: str, implementation, config,
 ) -> jax.Array:
   """The result of a layer; see `make_layer`."""
-  x, scale = scaled(name, as_array(name, "x", x), scale)
+  x = as_array(name, "x", x)
+  if norm is not None:
+    check_norm(name, norm, x)
+    if not isinstance(as_factor(name, "scale", scale), float):  # Of normalised rows.
+      x, norm = norm(x), None
+  x, scale = scaled(name, x, scale)
   layer = make_layer(
       name, x, weights, biases, activation, residual, scale, precision,
       preferred_element_type, transposed, save, implementation, config,
   )
+  axes, others = layer_axes(x.ndim, transposed), [*layer.elements, *layer.biases]
+  if norm is not None:
+    same = layer.x.dtype == x.dtype and not layer.by_xla
+    if same and normed.serves(norm, x, layer.product):
+      return normed.normed(norm, x, layer.factors, others, axes[1], layer.product)
+    layer = layer._replace(x=norm(x).astype(layer.x.dtype))
   if layer.by_xla:
     return _by_xla(layer, transposed, precision)
   return contract(
-      name, layer.x, layer.factors[0], layer_axes(x.ndim, transposed), layer.product,
-      others=[*layer.factors[1:], *layer.elements, *layer.biases],
+      name, layer.x, layer.factors[0], axes, layer.product,
+      others=[*layer.factors[1:], *others],
   )
+
+
+def check_norm(name: str, norm: RMSNorm, x: jax.Array) -> None:
+  """Raises where it is none, or does not fit x."""
+  if not isinstance(norm, RMSNorm):
+    raise TypeError(f"{name}: norm is a {type(norm).__name__}, and no jaxgemm.RMSNorm")
+  norm.checked(name, x)
 
 
 class Layer(NamedTuple):

@@ -212,7 +212,7 @@ def local_product(product: Product, *operands):
     source, name = operands[-1], product.attached
     lhs, factors = (source, factors) if name == "lhs" else (lhs, (source,))
     problem = dataclasses.replace(problem, **{f"{name}_source": source.dtype.name})
-  arrays = _folded(product, problem, plan.problem, lhs, factors)
+  arrays = folded(product, problem, plan.problem, lhs, factors)
   others = [x for x in (c, *entering) if x is not None]
   arrays += [lax.reshape(x, plan.problem.out_shape) for x in others]
   arrays += [lax.reshape(x, (x.size,)) for x in biases]
@@ -230,7 +230,7 @@ def local_product(product: Product, *operands):
   return [lax.reshape(x, shape) for x in found]
 
 
-def _folded(
+def folded(
     product: Product, problem: Problem, planned: Problem, lhs, factors
 ) -> list[Any]:
   """lhs, and rhs (both of a gated product), as the planned form of the problem has them.

@@ -16,12 +16,20 @@ import jax
 from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 
-from jaxgemm import converted
+from jaxgemm import converted, normed
 from jaxgemm.arguments import as_array
 from jaxgemm.dims import fold
 from jaxgemm.fused import apart, bind, differentiated
-from jaxgemm.layers import Layer, gated_linear, layer_axes, linear, make_layer
+from jaxgemm.layers import (
+  Layer,
+  check_norm,
+  gated_linear,
+  layer_axes,
+  linear,
+  make_layer,
+)
 from jaxgemm.product import Product
+from jaxgemm.rms_norm import RMSNorm
 from jaxgemm.stored import as_stored
 from pallas_kernels import compat
 from pallas_kernels.problem import Activation
@@ -30,7 +38,7 @@ _Products = tuple[Product, Product]  # Of the two layers.
 
 
 def mlp(
-    x, w_up, w_down, bias_up=None, bias_down=None, *,
+    x, w_up, w_down, bias_up=None, bias_down=None, *, norm: RMSNorm | None = None,
     activation: Activation | None = "gelu", residual=None, precision=None,
     preferred_element_type=None, transposed: bool = False,
 ) -> jax.Array:
@@ -41,15 +49,15 @@ def mlp(
     w_up: [k, hidden], or [hidden, k] if `transposed`.
     w_down: [hidden, n], or [n, hidden].
     bias_up, bias_down: None, or [hidden] and [n].
-    activation, residual, precision, preferred_element_type: as for jaxgemm.linear; the
-      last is the dtype of both layers' results.
+    norm, activation, residual, precision, preferred_element_type: as for jaxgemm.linear;
+      the last is the dtype of both layers' results.
     transposed: whether both weights are stored so.
   Returns: [*batch, n].
   Raises: as jaxgemm.linear.
   Example: y = jaxgemm.mlp(x, p["up"], p["down"], residual=x)
   """
   def one_by_one():
-    hidden = linear(x, w_up, bias_up, activation=activation, **options)
+    hidden = linear(x, w_up, bias_up, norm=norm, activation=activation, **options)
     return linear(hidden, w_down, bias_down, residual=residual, **options)
 
   options = dict(
@@ -57,14 +65,14 @@ def mlp(
       transposed=transposed,
   )
   return _together(
-      "mlp", x, {"w_up": w_up}, {"bias_up": bias_up}, w_down, bias_down, activation,
+      "mlp", x, norm, {"w_up": w_up}, {"bias_up": bias_up}, w_down, bias_down, activation,
       residual, one_by_one, **options,
   )
 
 
 def gated_mlp(
-    x, w_gate, w_up, w_down, *, bias_gate=None, bias_up=None, bias_down=None,
-    activation: Activation | None = "silu", residual=None, precision=None,
+    x, w_gate, w_up, w_down, *, norm: RMSNorm | None = None, bias_gate=None, bias_up=None,
+    bias_down=None, activation: Activation | None = "silu", residual=None, precision=None,
     preferred_element_type=None, transposed: bool = False,
 ) -> jax.Array:
   """Returns linear(gated_linear(x, w_gate, w_up), w_down, bias_down) + residual.
@@ -75,7 +83,7 @@ def gated_mlp(
       in one array, the gate's first, and w_up None.
     w_down: [hidden, n], or [n, hidden].
     bias_gate, bias_up, bias_down: None, or [hidden] and [n]; the first two both or none.
-    activation, residual, precision, preferred_element_type, transposed: as for
+    norm, activation, residual, precision, preferred_element_type, transposed: as for
       jaxgemm.mlp.
   Returns: [*batch, n].
   Raises: as jaxgemm.gated_linear.
@@ -83,8 +91,8 @@ def gated_mlp(
   """
   def one_by_one():
     hidden = gated_linear(
-        x, w_gate, w_up, bias_gate=bias_gate, bias_up=bias_up, activation=activation,
-        **options,
+        x, w_gate, w_up, norm=norm, bias_gate=bias_gate, bias_up=bias_up,
+        activation=activation, **options,
     )
     return linear(hidden, w_down, bias_down, residual=residual, **options)
 
@@ -96,17 +104,19 @@ def gated_mlp(
     raise ValueError("gated_mlp: bias_gate and bias_up are given both or not at all")
   weights = {"w_gate": w_gate} | ({} if w_up is None else {"w_up": w_up})
   return _together(
-      "gated_mlp", x, weights, {"bias_gate": bias_gate, "bias_up": bias_up}, w_down,
+      "gated_mlp", x, norm, weights, {"bias_gate": bias_gate, "bias_up": bias_up}, w_down,
       bias_down, activation, residual, one_by_one, **options,
   )
 
 
 def _together(
-    name: str, x, weights, biases, w_down, bias_down, activation, residual, otherwise, *,
-    precision, preferred_element_type, transposed: bool,
+    name: str, x, norm, weights, biases, w_down, bias_down, activation, residual,
+    otherwise, *, precision, preferred_element_type, transposed: bool,
 ) -> jax.Array:
   """The result of both layers; of `otherwise()`, where a kernel serves only one."""
   x, w_down = as_array(name, "x", x), as_array(name, "w_down", w_down)
+  if norm is not None:
+    check_norm(name, norm, x)
   weights = {key: as_array(name, key, w) for key, w in weights.items()}
   if len({w.shape for w in weights.values()}) > 1:
     shapes = " and ".join(f"{key} {w.shape}" for key, w in weights.items())
@@ -132,8 +142,11 @@ def _together(
       converted.stays_apart(each.product, each.x, each.factors, [each.x.ndim - 1])
       for each in (up, down)
   )
-  if narrow or up.by_xla or down.by_xla or down.x.dtype != hidden.dtype:
+  few = norm is not None and normed.serves(norm, x, up.product)
+  if narrow or few or up.by_xla or down.by_xla or down.x.dtype != hidden.dtype:
     return otherwise()
+  if norm is not None:
+    up = up._replace(x=norm(x).astype(up.x.dtype))
   up, up_product = _with_dims(up, transposed)
   down, down_product = _with_dims(down, transposed)
   operands = tuple(compat.vary_alike(

@@ -15,6 +15,7 @@ from pallas_kernels import (
   block_scales,
   dependent,
   lhs_registers,
+  norms,
   operand_tiles,
   padding,
   parts,
@@ -117,6 +118,9 @@ def make_call(
   split = parts.of(result, config)
   lhs_and_rhs = [x if isinstance(x, tuple) else (x,) for x in operands[:2]]
   facts, by_name = None, {}
+  if result.norm_eps is not None:
+    *operands, weights = operands
+    by_name = norms.prepare(weights)
   if halves is not None:
     lhs_and_rhs = halves.lhs, halves.rhs
     facts, by_name = make_scales(

@@ -20,7 +20,8 @@ work while a tile is stored:
 Of operands that TMA cannot take and no pass pads (`misaligned`), three producers load
 them through registers, k tiles in turn; or TMA brings lhs all the same, skewed (see
 `skewed`), or bulk copies bring whole rows of it (see `run_loads`). lhs in 8 bits comes as
-it is, and consumers convert it (see `conversions`). With clusters, two or
+it is, and consumers convert it (see `conversions`). One more warpgroup may normalise lhs
+in the ring (see `norms`). With clusters, two or
 four neighbours along m share the rhs tile, and neighbours along n the lhs tile: each
 loads its part of it and multicasts it to all.
 
@@ -45,6 +46,7 @@ from pallas_kernels import (
   block_scales,
   calls,
   halves,
+  norms,
   parts,
   specialised,
   tiles,
@@ -63,7 +65,8 @@ Config = PersistentConfig
 def supports(problem: Problem, config: PersistentConfig) -> str | None:
   """The reason why this kernel cannot serve, or None."""
   return (
-      tiles.check_problem(problem, scales=True, converts=True)
+      tiles.check_problem(problem, scales=True, converts=True, norms=True)
+      or norms.check(problem, config)
       or specialised.check_scales(problem, config)
       or specialised.check_gated(problem, config)
       or specialised.check_in_registers(problem, config)
@@ -84,6 +87,7 @@ def make_ring(
       specialised.num_producers(config),
       lhs_shared=config.cluster_n, rhs_shared=config.cluster_m,
       factors=block_scales.BlockScales.of(call.result, config), last_depth=last_depth,
+      norm=norms.of(call.result, emulated=call.interpret is not None),
   )
 
 
@@ -181,6 +185,7 @@ def run(
   if split is not None and not ring.lhs.emulated:
     lost = split.lost * config.tile_k * max(config.promote, 1) / 64
   teams = specialised.num_teams(config)
+  first_producer = config.consumers + (ring.norm is not None)
   grid = grid or ClusterGrid.of(
       problem, config, num_sms=num_sms, copies=copies, rounds=rounds
   )
@@ -190,7 +195,7 @@ def run(
     count = tiles_of.local_count()
 
     def _load():
-      producer = wg - config.consumers
+      producer = wg - first_producer
 
       def tile(local, _):
         place = tiles_of.locate(local)
@@ -270,6 +275,9 @@ def run(
               multiply_group, shape=wg_tile_shape, k_steps=k_steps, of=split, lost=lost
           )
 
+        if ring.norm is not None:
+          acc = ring.norm.apply(refs, acc)
+
         def store(sums):
           epilogue.store(
               sums, out_gmem, c_gmem, refs, vectors=vectors, end=end, **at
@@ -298,16 +306,24 @@ def run(
         lax.fori_loop(jnp.int32(0), turns, clear, None)
       epilogue.finish()
 
+    def _normalise():
+      ring.norm.begin(refs)
+      lax.fori_loop(
+          jnp.int32(0), count, lambda local, _: ring.normalise(refs, local=local), None
+      )
+      ring.norm.finish(refs, count)
+
     rings.specialise(
         wg, config.consumers, _load, _multiply_and_store,
         only_copies=config.misaligned != "loads",
+        normalise=None if ring.norm is None else _normalise,
     )
 
   scratch, workspace = ring.scratch(), {}
   if exchange is not None:
     scratch |= exchange.scratch()
     workspace = exchange.workspace(grid.num_clusters)
-  num_wgs = config.consumers + specialised.num_producers(config)
+  num_wgs = first_producer + specialised.num_producers(config)
   return call(
       _kernel, name=name, scratch=scratch, workspace=workspace, grid=grid.num_clusters,
       cluster=config.cluster_axes, num_wgs=num_wgs,

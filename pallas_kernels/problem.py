@@ -141,6 +141,8 @@ class Problem:
     grouped: dimension, "m" or "k", whose rows are shared out among `batch` groups, of
       sizes that are data: each has rows of its own, and with "m" an rhs, with "k" a
       product. "": none.
+    norm_eps: None; or the kernel divides each row of lhs by the root of its mean square
+      and this, and multiplies it by weights of k, which are a further operand.
   """
 
   m: int
@@ -158,6 +160,7 @@ class Problem:
   lhs_source: str = ""
   rhs_source: str = ""
   grouped: Literal["", "m", "k"] = ""
+  norm_eps: float | None = None
 
   @property
   def layouts(self) -> str:
@@ -275,7 +278,8 @@ class Problem:
     by TMA if k allows, where in the other layout its elements lie a stride apart.
     """
     epilogue = self.epilogue
-    if epilogue.gated or epilogue.scaling != "none" or self.grouped:
+    fixed = self.grouped or self.norm_eps is not None
+    if epilogue.gated or epilogue.scaling != "none" or fixed:
       return self
     if self.n == 1 < self.m and not epilogue.is_fused:  # A bias is along n.
       return self.transposed.canonical
@@ -332,6 +336,7 @@ class Problem:
   def _sources(self) -> str:
     sources = {"lhs": self.lhs_source, "rhs": self.rhs_source}
     named = [f"{name} of {source}" for name, source in sources.items() if source]
+    named += [] if self.norm_eps is None else ["lhs normalised"]
     return f" ({', '.join(named)})" if named else ""
 
 

@@ -6,6 +6,8 @@ Roles and barriers, for a ring of S slots:
   full[t,s]    the TMA copies, what registers loaded    consumers, before wgmma
   empty[t,s]   each consumer, one step after its wgmma  the producer, before TMA
 
+A warpgroup that normalises lhs stands between the two: see `norms`.
+
 Steps are numbered without a break over all tiles of a CTA (step = local tile *
 k_steps + k step), so the producer loads the next tile while the consumers still
 multiply or store the last one.
@@ -30,6 +32,7 @@ import jax.numpy as jnp
 from pallas_kernels import (
   block_scales,
   lhs_registers,
+  norms,
   operand_tiles,
   register_loads,
   run_loads,
@@ -69,6 +72,7 @@ class Ring:
     factors: where the product has some of blocks, which come with each k tile.
     last_depth: elements of k that are loaded and multiplied of a tile's last k tile, a
       multiple of 16; 0: all. One producer loads then.
+    norm: what a warpgroup of its own does to lhs between its load and wgmma, or None.
   """
 
   prepared: operand_tiles.Prepared
@@ -81,6 +85,7 @@ class Ring:
   rhs_shared: int = 1
   factors: block_scales.BlockScales | None = None
   last_depth: int = 0
+  norm: norms.Norm | None = None
 
   @property
   def splits_lhs(self) -> bool:
@@ -113,6 +118,8 @@ class Ring:
     others = lhs_registers.scratch(self.num_consumers) if staged else {}
     if self.factors is not None:
       others |= self.factors.scratch(self.num_stages)
+    if self.norm is not None:
+      others |= self.norm.scratch(self.num_stages)
     return others | {
         "lhs_slots": self.lhs.slots(self._num_lhs_slots),
         "rhs_slots": self.rhs.slots(self.num_stages),
@@ -256,12 +263,12 @@ class Ring:
       )
       return
     slots = refs["lhs_slots"], refs["rhs_slots"]
-
+    full = refs["full" if self.norm is None else "ready"]
     barriers = self._team(first_step) * self.num_stages
 
     def multiply(i, places, depth=None):
       slot, last = places
-      plgpu.barrier_wait(refs["full"].at[slot + barriers])
+      plgpu.barrier_wait(full.at[slot + barriers])
       groups = slot_products.multiply(
           acc, self.prepared, slots, slot, lhs_start=lhs_start, rhs_start=rhs_start,
           depth=depth,
@@ -280,6 +287,32 @@ class Ring:
     if self.last_depth:
       multiply(count, places, self.last_depth)
     self.finish(refs, step=first_step + num_steps - 1)
+
+  def normalise(self, refs, *, local) -> None:
+    """The work of the warpgroup that `norm` wants, of the `local`-th tile of this CTA."""
+    at_once = min(norms.at_once(self.num_stages), self.k_steps)
+
+    def weigh(first, places, count):
+      slot, squares = places
+      slots, found = [self._after(slot, i) for i in range(count)], []
+      for place in slots:
+        plgpu.barrier_wait(refs["full"].at[place])
+        found.append(self.lhs.stored(refs["lhs_slots"], place, 0, self.lhs.tile_mn))
+      squares = self.norm.weigh(found, refs, first * self.lhs.tile_k, squares)
+      plgpu.commit_smem()
+      for place in slots:
+        plgpu.barrier_arrive(refs["ready"].at[place])
+      return self._after(slot, count), squares
+
+    turns, rest = divmod(self.k_steps, at_once)
+    places = lax.fori_loop(
+        jnp.int32(0), jnp.int32(turns),
+        lambda turn, places: weigh(turn * at_once, places, at_once),
+        (self.slot_of(local * self.k_steps), self.norm.no_squares()),
+    )
+    if rest:
+      places = weigh(jnp.int32(turns * at_once), places, rest)
+    self.norm.hand_over(refs, places[1], local)
 
   def _consume_fragments(self, acc, refs, *, first_step, num_steps, start, tile):
     """The same, of lhs that goes through registers.
@@ -432,19 +465,20 @@ class Ring:
 
 
 def specialise(
-    wg, num_consumers: int, produce, consume, *, only_copies: bool
+    wg, num_consumers: int, produce, consume, *, only_copies: bool, normalise=None
 ) -> None:
   """Runs `consume` in the first `num_consumers` warpgroups, `produce` in the others.
 
-  A producer that `only_copies`, through TMA, gives most of its registers to the
-  consumers, whose accumulators need them. One of its warps does all the work: four
-  would have to meet at a barrier before each copy.
+  But `normalise`, if there is one, in the next. A producer that `only_copies`, through
+  TMA, gives most of its registers to the consumers, whose accumulators need them. One of
+  its warps does all the work: four would have to meet at a barrier before each copy.
   """
+  first_producer = num_consumers + (normalise is not None)
 
-  @pl.when(wg >= num_consumers)
+  @pl.when(wg >= first_producer)
   def _produce():
     if only_copies:
-      plgpu.set_max_registers(PRODUCER_REGISTERS[num_consumers], action="decrease")
+      plgpu.set_max_registers(PRODUCER_REGISTERS[first_producer], action="decrease")
       plgpu.warp_map(lambda warp: pl.when(warp == 0)(produce))
     else:
       produce()
@@ -452,5 +486,12 @@ def specialise(
   @pl.when(wg < num_consumers)
   def _consume():
     if only_copies:
-      plgpu.set_max_registers(CONSUMER_REGISTERS[num_consumers], action="increase")
+      plgpu.set_max_registers(CONSUMER_REGISTERS[first_producer], action="increase")
     consume()
+
+  if normalise is not None:
+
+    @pl.when(wg == num_consumers)
+    def _normalise():
+      plgpu.set_max_registers(CONSUMER_REGISTERS[first_producer], action="increase")
+      normalise()

@@ -16,6 +16,7 @@ from pallas_kernels import (
   conversions,
   fragments,
   lhs_registers,
+  norms,
   parts,
   register_loads,
   run_loads,
@@ -287,6 +288,7 @@ def epilogue_room(
   ring = config.num_stages * slot_bytes(problem, config)
   if config.misaligned == "runs":
     ring += run_loads.slots_bytes(multiplied(problem, config), config)
+  ring += norms.smem_bytes(problem)
   return tiles.SMEM_LIMIT_BYTES - ring - tiles.BARRIER_BYTES - others
 
 

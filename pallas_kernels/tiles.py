@@ -219,7 +219,8 @@ def rhs_block(problem: Problem) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def check_problem(
-    problem: Problem, *, scales: bool = False, converts: bool = False
+    problem: Problem, *, scales: bool = False, converts: bool = False,
+    norms: bool = False,
 ) -> str | None:
   """Why a kernel cannot serve this problem, whatever its config; or None.
 
@@ -227,11 +228,14 @@ def check_problem(
     scales: whether the kernel applies factors of rows and columns, and forms the two
       products of gated ones: persistent does.
     converts: whether it takes an operand of 8 bits for one of 16: persistent and split_k.
+    norms: whether it normalises lhs: persistent.
   """
   if problem.grouped:
     return f"groups of {problem.grouped}: only grouped_m and grouped_k have some"
   if problem.converts and not converts:
     return "operands of 8 bits: only persistent and split_k convert one to 16"
+  if problem.norm_eps is not None and not norms:
+    return "norm: only persistent normalises lhs"
   scaling = problem.epilogue.scaling
   if problem.epilogue.gated and not scales:
     return "gated: only persistent forms two products at once"

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgemm import reference
+from jaxgemm import RMSNorm, reference
 from pallas_kernels import KERNELS, TILE_KERNELS, compat
 from pallas_kernels.configs import (
   BlockedConfig,
@@ -169,7 +169,8 @@ def compute_in_integers(monkeypatch, *modules) -> None:
 
 
 def operand_types(problem: Problem) -> list[tuple[tuple[int, ...], str]]:
-  """Shape and dtype of each operand as it is stored: lhs, rhs, maybe c and bias."""
+  """Shape and dtype of each operand as it is stored: lhs, rhs, maybe c, bias, a norm's.
+  """
   epilogue = problem.epilogue
   shapes = problem.lhs_shape, problem.rhs_shape
   found = list(zip(shapes, problem.stored_dtypes, strict=True))
@@ -177,6 +178,8 @@ def operand_types(problem: Problem) -> list[tuple[tuple[int, ...], str]]:
     found.append((problem.out_shape, epilogue.c_dtype))
   if epilogue.has_bias:
     found.append(((problem.n,), problem.out_dtype))
+  if problem.norm_eps is not None:
+    found.append(((problem.k,), problem.dtype))
   return found
 
 
@@ -208,6 +211,10 @@ def truth(problem: Problem, operands) -> np.ndarray:
   lhs, rhs, *others = as_multiplied(problem, operands)
   epilogue = problem.epilogue
   assert epilogue.activation == "none", epilogue
+  if problem.norm_eps is not None:
+    *others, weights = others
+    mean = np.mean(np.square(lhs), -1, keepdims=True)
+    lhs = lhs / np.sqrt(mean + problem.norm_eps) * weights
   c = others[:1] if epilogue.has_c else []
   out = reference.matmul(lhs, rhs, *c, alpha=epilogue.alpha, beta=epilogue.beta)
   return out + others[-1] if epilogue.has_bias else out
@@ -221,6 +228,9 @@ def baseline_error(problem: Problem, operands) -> float:
   """
   lhs, rhs, *others = operands
   epilogue = problem.epilogue
+  if problem.norm_eps is not None:
+    *others, weights = others
+    lhs = RMSNorm(weights, problem.norm_eps)(lhs)
   if problem.converts:
     lhs, rhs = (x.astype(problem.dtype) for x in (lhs, rhs))
   if problem.dtype == "float32" and jax.default_backend() == "cpu":

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import jaxgemm
-from jaxgemm import checkpoint_policies
+from jaxgemm import RMSNorm, checkpoint_policies
 from pallas_kernels.configs import (
   BlockedConfig,
   PersistentConfig,
@@ -333,6 +333,26 @@ OF_LAYERS: dict[str, Case] = {
     "linear: a kernel that is not here": (
         linear(A, B, implementation="persistent"), ValueError,
         "'persistent' cannot run: .*Hopper"),
+    "linear: norm": (
+        linear(A, B, norm=ones(16)), TypeError,
+        "linear: norm is a ndarray, and no jaxgemm.RMSNorm"),
+    "linear: weights of the norm": (
+        linear(A, B, norm=RMSNorm(ones(8))), TypeError,
+        r"linear: norm.weights has shape \(8,\), and x \(8, 16\): .* \[16\]"),
+    "linear: complex weights of the norm": (
+        linear(A, B, norm=RMSNorm(1j * ones(16))), TypeError,
+        "linear: norm.weights is complex"),
+    "gated_linear: eps": (
+        gated(A, B, B, norm=RMSNorm(ones(16), 0)), ValueError,
+        "gated_linear: norm.eps=0 must be a number above 0"),
+    "mlp: weights of the norm": (
+        mlp(A, B, B.T, norm=RMSNorm(ones(8))), TypeError, "mlp: norm.weights has shape"),
+    "gated_mlp: norm": (
+        gated_mlp(A, B, B, B.T, norm="rms"), TypeError, "gated_mlp: norm is a str"),
+    "RMSNorm: a scalar": (
+        lambda: RMSNorm(ones(1))(np.float32(1)), ValueError, "RMSNorm: x is a scalar"),
+    "RMSNorm: weights": (
+        lambda: RMSNorm(ones(8))(A), TypeError, "RMSNorm: norm.weights has shape"),
     "gated_linear: w_up": (
         gated(A, B, ones(16, 5)), TypeError,
         r"w_gate has shape \(16, 4\) and w_up \(16, 5\); they must be the same"),

@@ -17,7 +17,7 @@ PACKAGES = ("pallas_kernels", "jaxgemm", "experiments", "tests")
 # Of jaxgemm's own modules, each may import only those before it.
 LAYERS = (
     ("device", "arguments", "operand_passes", "cost_constants", "equations", "exactness"),
-    ("work",),
+    ("work", "rms_norm"),
     ("traffic",),
     ("cost_model", "tile_shapes", "ring_slots", "tile_orders", "multicasts"),
     ("xla_times", "kernel_configs"),
@@ -36,7 +36,7 @@ LAYERS = (
     ("gradients", "scaled_product"),
     ("ragged_product",),
     ("fused",),
-    ("contraction",),
+    ("contraction", "normed"),
     ("api", "autotune", "ragged"),
     ("scaled", "layers", "einsums", "ragged_chains"),
     ("scaled_ragged", "losses", "mlp", "chains"),

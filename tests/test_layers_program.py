@@ -143,7 +143,7 @@ def test_decoding_continues_where_the_cache_ends():
   values = blocks.draw(whole, 0, "float32")
   wanted = whole.run(values, blocks.LAYERS["xla"])[:, -1:]
   x = values["x"]
-  mixed = blocks._rms_norm(x, values["attention_norm"]) @ values["qkv"]
+  mixed = blocks._norm(values["attention_norm"])(x) @ values["qkv"]
   mixed = mixed.reshape(1, 9, 2, 4, 16)
   keys, cached = blocks._rotated(mixed[:, :, :, 2], 0), mixed[:, :, :, 3]
   last = blocks.llama(1, 1, 64, 96, 4, 2, cached=8)

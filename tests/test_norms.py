@@ -1,0 +1,284 @@
+"""Layers whose kernels normalise their rows: each thread, the kernels, plans, layers."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import pytest
+
+import jaxgemm
+from jaxgemm import plan, reference
+from jaxgemm.device import known_device
+from pallas_kernels import fragments, norms, persistent
+from pallas_kernels.problem import Epilogue
+from tests import gpu_cases, kernel_cases
+from tests.kernel_cases import check, lowered, make_problem, small_config
+from tests.product_cases import count_primitives, normal
+
+H200 = known_device("NVIDIA H200")
+FIELDS = dict(tile_m=64, tile_n=64, consumers=1)
+FUSED = Epilogue(beta=1.0, c_dtype="bfloat16", has_bias=True)
+GATED = Epilogue(gated=True, activation="silu")
+
+
+def problem(m, n, k, layouts="NN", **fields):
+  return make_problem(m, n, k, layouts, **(dict(norm_eps=1e-2) | fields))
+
+
+# -- Threads -----------------------------------------------------------------------
+
+
+def test_threads_have_each_unit_once(monkeypatch):
+  """Of a slot as TMA swizzles it: 16 bytes by the row's place among eight."""
+  kernel_cases.compute_in_integers(monkeypatch, norms, fragments)
+  found = {}
+  for thread in range(128, 256):
+    place, col = norms.unit_of(thread)
+    for turn in range(4):
+      row, within = divmod(place + norms._turn(turn), 128)
+      assert within // 16 ^ row % 8 == col // 8
+      found.setdefault((row, col), []).append(thread)
+  assert len(found) == 64 * 8 and all(len(threads) == 1 for threads in found.values())
+
+
+# -- Kernels -----------------------------------------------------------------------
+
+# (m, n, k, slots, fields): one tile of k, several tiles a CTA, two k tiles at once.
+SIZES = (
+    (1, 64, 64, 2, {}),
+    (70, 200, 200, 3, {}),
+    (5, 100, 328, 8, dict(dtype="float16", algorithm="f16_f32", out_dtype="float16")),
+    (33, 520, 576, 9, dict(epilogue=FUSED)),
+    (40, 136, 448, 4, dict(out_dtype="float32")),
+)
+
+
+@pytest.mark.parametrize("layouts", ["NN", "NT"])
+def test_values(layouts):
+  for m, n, k, slots, fields in SIZES:
+    promote = 2 * (fields.get("out_dtype") == "float32")
+    config = small_config("persistent", **FIELDS, num_stages=slots, promote=promote)
+    check("persistent", problem(m, n, k, layouts, **fields), config, num_sms=2)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_lowers_for_cuda(dtype):
+  short = {"bfloat16": "bf16", "float16": "f16"}[dtype]
+  algorithm, product = f"{short}_f32", f"mul.rn.{short}x2"
+  dtypes = dict(dtype=dtype, out_dtype=dtype, algorithm=algorithm)
+  for m, epilogue, tile_n in ((8, Epilogue(), 64), (64, GATED, 256)):
+    config = small_config(
+        "persistent", **(FIELDS | dict(tile_n=tile_n)), num_stages=4
+    )
+    of = problem(m, 512, 264, epilogue=epilogue, **dtypes)
+    text = lowered("persistent", of, config)
+    assert product in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "fields", "reason"),
+    [
+        ({}, dict(swap=True), "swap=True: norm takes False"),
+        ({}, dict(consumers=2, tile_m=128), "consumers=2: norm takes 1"),
+        ({}, dict(cluster_n=2), "cluster_n=2: norm takes 1"),
+        (dict(lhs_layout="m-major"), {}, "norm: lhs is one array [m, k]"),
+        (dict(batch=2), {}, "norm: lhs is one array [m, k]"),
+        (dict(dtype="float32", algorithm="tf32_f32"), {}, "operands are of 16 bits"),
+        (dict(k=2**17), {}, "norm: the weights of k=131072 do not fit"),
+        (dict(epilogue=Epilogue(slopes=1, c_dtype="bfloat16")), {}, "norm excludes"),
+        (dict(k=2**16), dict(num_stages=8), "bytes of shared memory exceed"),
+    ],
+)
+def test_what_is_not_served(changes, fields, reason):
+  config = small_config("persistent", **(FIELDS | dict(num_stages=4) | fields))
+  refused = dataclasses.replace(problem(8, 64, 128), **changes)
+  assert reason in (persistent.supports(refused, config) or "it is")
+
+
+@pytest.mark.parametrize("kernel", sorted(set(kernel_cases.KERNELS) - {"persistent"}))
+def test_no_other_kernel_normalises(kernel):
+  module = kernel_cases.KERNELS[kernel]
+  reason = module.supports(problem(1, 128, 512), module.Config())
+  assert reason == "norm: only persistent normalises lhs"
+
+
+@pytest.mark.gpu
+def test_values_on_the_chip():
+  for m, n, k, slots, fields in (
+      *SIZES, (100, 1000, 4096, 11, {}), (16, 512, 5000, 11, dict(epilogue=FUSED)),
+  ):
+    for layouts in ("NN", "NT"):
+      config = small_config("persistent", **FIELDS, num_stages=slots)
+      gpu_cases.check("persistent", problem(m, n, k, layouts, **fields), config)
+
+
+# -- Plans -------------------------------------------------------------------------
+
+
+def test_what_a_kernel_normalises():
+  """Few rows; of one rhs no more than 16, and not where others read rhs faster."""
+  for m, n, k, epilogue, normalises in (
+      (1, 14336, 4096, GATED, True), (64, 14336, 4096, GATED, True),
+      (8, 6144, 4096, Epilogue(), True), (64, 6144, 4096, Epilogue(), False),
+      (1, 512, 14336, Epilogue(), False),
+  ):
+    found = plan.normed(problem(m, n, k, epilogue=epilogue), H200)
+    assert (found is not None) == normalises, (m, n, k)
+    assert found is None or found.kernel == "persistent"
+  of_floats = problem(8, 6144, 4096, out_dtype="float32")
+  assert plan.normed(of_floats, H200).config.promote > 0
+  for elsewhere in (None, known_device("NVIDIA A100-SXM4-80GB")):
+    assert plan.normed(problem(1, 14336, 4096, epilogue=GATED), elsewhere) is None
+
+
+# -- Layers ------------------------------------------------------------------------
+
+
+def operands(rng, dtype="bfloat16", batch=(2, 3), k=128, n=128):
+  shapes = dict(
+      x=(*batch, k), weights=(k,), w=(k, n), u=(k, n), down=(n, k), bias=(n,),
+      residual=(*batch, k),
+  )
+  return {name: jnp.asarray(normal(rng, *shape), dtype) for name, shape in shapes.items()}
+
+
+def norm_of(v):
+  return jaxgemm.RMSNorm(v["weights"], 1e-2)
+
+
+LAYERS = {
+    "linear": lambda v, x, **o: jaxgemm.linear(
+        x, v["w"], v["bias"], activation="gelu", scale=0.5, **o
+    ),
+    "transposed": lambda v, x, **o: jaxgemm.linear(x, v["w"].T, transposed=True, **o),
+    "gated": lambda v, x, **o: jaxgemm.gated_linear(x, v["w"], v["u"], **o),
+    "packed": lambda v, x, **o: jaxgemm.gated_linear(
+        x, jnp.concatenate([v["w"], v["u"]], 1), **o
+    ),
+    "mlp": lambda v, x, **o: jaxgemm.mlp(
+        x, v["w"], v["down"], v["bias"], residual=v["residual"], **o
+    ),
+    "gated_mlp": lambda v, x, **o: jaxgemm.gated_mlp(
+        x, v["w"], v["u"], v["down"], residual=v["residual"], **o
+    ),
+}
+
+
+def both(name, v):
+  """The layer of a norm, and of what is normalised."""
+  layer, norm = LAYERS[name], norm_of(v)
+  return layer(v, v["x"], norm=norm), layer(v, norm(v["x"]))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_is_that_of_normalised_rows(name, rng):
+  for dtype, batch in (("bfloat16", (2, 3)), ("bfloat16", (65,)), ("float32", (4,))):
+    found, wanted = both(name, operands(rng, dtype, batch))
+    np.testing.assert_array_equal(found, wanted)
+    assert found.dtype == wanted.dtype
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["linear", "gated", "packed"])
+def test_the_kernels_layers(name, rng):
+  """Of weights that the memory bounds, so that kernels normalise."""
+  v = operands(rng, n=4096)
+  run = lambda v: LAYERS[name](v, v["x"], norm=norm_of(v))
+  with jaxgemm.emulate():
+    found = run(v)
+    (planned,) = jaxgemm.explain(run, v)
+  assert "lhs normalised" in str(planned.problem)
+  with jax.enable_x64(True):
+    wide = {key: jnp.asarray(np.asarray(x, np.float64)) for key, x in v.items()}
+    truth = np.asarray(both(name, wide)[1])
+  ours, theirs = (reference.relative_error(x, truth) for x in (found, both(name, v)[1]))
+  assert ours <= 2 * theirs
+
+
+@pytest.mark.parametrize("name", ["linear", "gated", "mlp", "gated_mlp"])
+def test_derivatives(name, rng):
+  """Those of normalised rows, backward and forward."""
+  v = operands(rng)
+  dots = operands(rng)
+  ours, theirs = (
+      lambda v, i=i: jnp.sum(both(name, v)[i].astype(jnp.float32) ** 2) for i in range(2)
+  )
+  gradients = (jax.tree.leaves(jax.grad(f)(v)) for f in (ours, theirs))
+  for a, b in zip(*gradients, strict=True):
+    np.testing.assert_allclose(
+        a.astype("float32"), b.astype("float32"), 2e-2, 2e-2 * float(jnp.abs(b).max())
+    )
+  a, b = (jax.jvp(f, (v,), (dots,))[1] for f in (ours, theirs))
+  np.testing.assert_allclose(a, b, 1e-2)
+
+
+@pytest.mark.parametrize("mapped", [("x",), ("x", "weights"), ("w",)], ids=str)
+def test_vmap(mapped, rng):
+  """Rows that are mapped alone are rows of one product, also more than a kernel takes."""
+  for size in (3, 20):
+    v = operands(rng, batch=(5,))
+    many = {name: jnp.stack([v[name] + i for i in range(size)]) for name in mapped}
+    for name in ("linear", "gated"):
+      run = lambda some, name=name, v=v: both(name, v | some)
+      found, wanted = jax.vmap(run)(many)
+      np.testing.assert_allclose(
+          found.astype("float32"), wanted.astype("float32"), 2e-2, 2e-2
+      )
+      counts = count_primitives(jax.vmap(lambda some, run=run: run(some)[0]), many)
+      within = mapped == ("x",) and size * 5 <= 64
+      assert counts["jaxgemm_normed"] == int(within)
+
+
+def test_a_pass_where_bits_must_not_depend_on_other_rows(rng):
+  v = operands(rng)
+  with jaxgemm.batch_invariant():
+    counts = count_primitives(lambda v: both("linear", v)[0], v)
+  assert not counts["jaxgemm_normed"]
+
+
+def test_shards(rng):
+  """Over several devices a pass normalises, and nothing is gathered."""
+  mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:4]), ("d",))
+  v = operands(rng, batch=(4, 2))
+  wanted = both("linear", v)[1]
+  specs = dict(w=P(None, "d"), bias=P("d"))
+  v = {
+      name: jax.device_put(x, NamedSharding(mesh, specs.get(name, P())))
+      for name, x in v.items()
+  }
+  with jaxgemm.emulate():
+    compiled = jax.jit(lambda v: both("linear", v)[0]).lower(v).compile()
+  assert "all-gather" not in compiled.as_text()
+  np.testing.assert_allclose(
+      compiled(v).astype("float32"), wanted.astype("float32"), 2e-2, 2e-2
+  )
+
+
+def test_a_norm_is_a_pytree_and_a_function(rng):
+  v = operands(rng)
+  norm = norm_of(v)
+  assert jax.tree.leaves(norm)[0] is norm.weights and len(jax.tree.leaves(norm)) == 1
+  found = jax.jit(lambda norm, x: norm(x))(norm, v["x"])
+  x, weights = (np.asarray(v[name], np.float64) for name in ("x", "weights"))
+  truth = x / np.sqrt(np.mean(x * x, -1, keepdims=True) + 1e-2) * weights
+  assert found.dtype == v["x"].dtype and reference.relative_error(found, truth) < 3e-3
+  grads = jax.grad(lambda norm: norm(v["x"]).astype("float32").sum())(norm)
+  assert grads.weights.shape == norm.weights.shape
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 8, 64])
+def test_layers_on_the_chip(m, rng):
+  v = operands(rng, batch=(m,), k=1024, n=4096)
+  for name in ("linear", "gated", "packed", "gated_mlp"):
+    found, unfused = jax.jit(lambda v, name=name: both(name, v))(v)
+    with jax.enable_x64(True):
+      wide = {key: jnp.asarray(np.asarray(x, np.float64)) for key, x in v.items()}
+      truth = np.asarray(both(name, wide)[1])
+    ours, theirs = (reference.relative_error(x, truth) for x in (found, unfused))
+    assert ours <= 2 * theirs, name
