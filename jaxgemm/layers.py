@@ -62,7 +62,7 @@ def linear(
     x: [*batch, k].
     w: [k, n], or [n, k] if `transposed`.
     bias: None, or [n].
-    norm: None, or what normalises the rows of x first: of up to 64 rows of 16 bits the
+    norm: None, or what normalises the rows of x first: of up to 64 rows of bfloat16 the
       kernel itself, where that is faster than a pass. Its weights then multiply x, which
       is rounded, and the rest of it the sums.
     activation: None, "relu", "squared_relu", "sigmoid", "silu", "tanh", "gelu" (the

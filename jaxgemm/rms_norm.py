@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from typing import Any
 
 import jax
@@ -57,7 +58,6 @@ class RMSNorm:
           f" [k], [{x.shape[-1]}]"
       )
     check_real(name, "norm.weights", weights, "x", x.dtype)
-    is_number = isinstance(self.eps, (int, float)) and 0 < self.eps < math.inf
-    if not is_number or isinstance(self.eps, bool):
+    if not isinstance(self.eps, numbers.Real) or not 0 < self.eps < math.inf:
       raise ValueError(f"{name}: norm.eps={self.eps!r} must be a number above 0")
     return weights

@@ -7,7 +7,8 @@ A row's factor leaves the sum over k, and is known at its end. So one more warpg
 each tile of lhs from its slot, adds up the squares of its rows, writes it back multiplied
 by the weights of k, rounded to its dtype, and hands the slot on; the consumer multiplies
 its sums by r at last. Where few rows of activations meet many weights, which bound the
-time, that hides behind those. A pass of its own is a kernel's launch.
+time, that hides behind those. A pass of its own is a kernel's launch. lhs * weights may
+leave the range of a float16, which r would have brought back: operands are bfloat16.
 
   barrier   arrives                              waits
   ready[s]  this warpgroup, behind its writes    the consumer, in place of full[s]
@@ -46,6 +47,7 @@ from pallas_kernels.configs import PersistentConfig
 from pallas_kernels.integers import i32, i32_type
 from pallas_kernels.problem import Problem
 
+DTYPE = "bfloat16"
 WEIGHTS = "norm_weights"  # Of k, in GMEM: the name of the input.
 ROWS, COLS = 64, 64  # Of a tile.
 _UNIT = 8  # Elements of a row that a thread has: 16 bytes.
@@ -65,19 +67,17 @@ class Norm:
   Attributes:
     eps: added to the mean square.
     m, k: rows of lhs, and their elements.
-    dtype: of those and of the weights, by name.
     emulated: whether an emulator stands in for the chip.
   """
 
   eps: float
   m: int
   k: int
-  dtype: str
   emulated: bool
 
   def scratch(self, num_slots: int) -> dict[str, Any]:
     return {
-        "weights": plgpu.SMEM(_weights_shape(self.k), jnp.dtype(self.dtype)),
+        "weights": plgpu.SMEM(_weights_shape(self.k), jnp.bfloat16),
         "weights_full": plgpu.Barrier(num_arrivals=1),
         "ready": plgpu.Barrier(num_arrivals=1, num_barriers=num_slots),
         "row_squares": plgpu.SMEM(_SQUARES, jnp.float32),
@@ -111,7 +111,7 @@ class Norm:
   ) -> jax.Array:
     """The same on the chip: all loads first, as one waits as long as all."""
     turns = tiles.cdiv(min(self.m, ROWS), 16)
-    tile_type = plgpu.RefType(tiles.swizzled(self.dtype))
+    tile_type = plgpu.RefType(tiles.swizzled(DTYPE))
 
     @plgpu.inline_mgpu(
         arg_types=(
@@ -131,10 +131,8 @@ class Norm:
       sums = list(squares.registers.flat)
       for base, (factors, units) in zip(bases, loaded, strict=True):
         for turn, words in enumerate(units):
-          sums[turn] = self._with_squares(sums[turn], words)
-          words = [
-              _product(*each, self.dtype) for each in zip(words, factors, strict=True)
-          ]
+          sums[turn] = _with_squares(sums[turn], words)
+          words = map(_product, words, factors)
           mgpu.utils.inline_ptx(
               f"st.shared.v4.b32 [$0 + {_turn(turn)}], {{$1, $2, $3, $4}};", base, *words,
               has_side_effects=True,
@@ -147,22 +145,6 @@ class Norm:
       )
 
     return weigh(*found, weights, jnp.int32(k), squares)
-
-  def _with_squares(self, total: ir.Value, words: Sequence[ir.Value]) -> ir.Value:
-    """A vector of one sum, with the squares of the words' elements."""
-    halves = (
-        "shl.b32 y, $2, 16; and.b32 z, $2, 0xffff0000; mov.b32 a, y; mov.b32 b, z;"
-        if self.dtype == "bfloat16" else
-        "mov.b32 {p, q}, $2; cvt.f32.f16 a, p; cvt.f32.f16 b, q;"
-    )
-    registers = ".reg .b32 y, z; .reg .b16 p, q; .reg .f32 a, b;"
-    element = vector.extract(total, dynamic_position=[], static_position=[0])
-    for word in words:
-      element = mgpu.utils.inline_ptx(
-          f"{{ {registers} {halves} fma.rn.f32 a, a, a, $1; fma.rn.f32 $0, b, b, a; }}",
-          element, word, result_types=ir.F32Type.get(),
-      )
-    return vector.from_elements(total.type, [element])
 
   def no_squares(self) -> jax.Array:
     return plgpu.layout_cast(jnp.zeros(_SQUARES, jnp.float32), _SQUARES_LAYOUT)
@@ -215,19 +197,30 @@ def _load(address: ir.Value, offset: int) -> list[ir.Value]:
   ))
 
 
-def _product(word: ir.Value, factor: ir.Value, dtype: str) -> ir.Value:
+def _product(word: ir.Value, factor: ir.Value) -> ir.Value:
   """Two elements times two others, rounded."""
-  kind = {"bfloat16": "bf16x2", "float16": "f16x2"}[dtype]
   return mgpu.utils.inline_ptx(
-      f"mul.rn.{kind} $0, $1, $2;", word, factor, result_types=i32_type()
+      "mul.rn.bf16x2 $0, $1, $2;", word, factor, result_types=i32_type()
   )
+
+
+def _with_squares(total: ir.Value, words: Sequence[ir.Value]) -> ir.Value:
+  """A vector of one sum, with the squares of the words' elements."""
+  found = vector.extract(total, dynamic_position=[], static_position=[0])
+  for word in words:
+    found = mgpu.utils.inline_ptx(
+        "{ .reg .b32 x, y; .reg .f32 a, b; shl.b32 x, $2, 16; and.b32 y, $2, 0xffff0000;"
+        " mov.b32 a, x; mov.b32 b, y; fma.rn.f32 a, a, a, $1; fma.rn.f32 $0, b, b, a; }",
+        found, word, result_types=ir.F32Type.get(),
+    )
+  return vector.from_elements(total.type, [found])
 
 
 def of(problem: Problem, *, emulated: bool) -> Norm | None:
   """That of the problem's lhs, or None."""
   if problem.norm_eps is None:
     return None
-  return Norm(problem.norm_eps, problem.m, problem.k, problem.dtype, emulated)
+  return Norm(problem.norm_eps, problem.m, problem.k, emulated)
 
 
 def at_once(num_stages: int) -> int:
@@ -264,8 +257,8 @@ def check(problem: Problem, config: PersistentConfig) -> str | None:
   """Why the kernel cannot normalise lhs of the problem, or None."""
   if problem.norm_eps is None:
     return None
-  if problem.itemsize != 2 or problem.converts:
-    return f"norm: operands are of 16 bits, not {'/'.join(problem.stored_dtypes)}"
+  if problem.dtype != DTYPE or problem.converts:
+    return f"norm: operands are {DTYPE}, not {'/'.join(problem.stored_dtypes)}"
   if problem.lhs_layout != "k-major" or problem.batch > 1:
     return "norm: lhs is one array [m, k]"
   if problem.k > _WEIGHTS_ROW**2:
