@@ -77,6 +77,9 @@ def product(kernel: str, problem: Problem, config: Config, *, packed=False) -> C
         for size in (problem.m, cdiv(problem.n, SCALE_BLOCK))
     ]
 
+  if problem.norm_eps is not None:
+    found.append(of((problem.k,), problem.dtype))
+
   def launch(*operands):
     return KERNELS[kernel].launch(operands, problem, config, num_sms=NUM_SMS)
 
@@ -231,6 +234,14 @@ CASES: dict[str, Case] = {
         _with(PLAIN, k=336, lhs_source="int8"), _config()),
     "split_k converted": _split_k(
         _with(PLAIN, n=336, rhs_source="float8_e4m3fn"), _splits(swap=True, cluster_k=2)),
+    "persistent norm": _persistent(
+        _with(PLAIN, m=140, norm_eps=1e-5), _one_consumer()),
+    "persistent norm by two": _persistent(
+        _with(PLAIN, m=13, n=1000, norm_eps=1e-5), _one_consumer(num_stages=8)),
+    "persistent norm gated": _persistent(
+        _with(PLAIN, m=64, norm_eps=1e-5,
+              epilogue=Epilogue(activation="silu", gated=True)),
+        _one_consumer(tile_n=128, num_stages=4)),
     "persistent runs": _persistent(
         _with(PLAIN, m=197, k=205), _config(misaligned="runs")),
     "persistent runs of columns": _persistent(
