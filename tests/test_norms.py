@@ -6,7 +6,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
@@ -253,6 +253,43 @@ def test_shards(rng):
   assert "all-gather" not in compiled.as_text()
   np.testing.assert_allclose(
       compiled(v).astype("float32"), wanted.astype("float32"), 2e-2, 2e-2
+  )
+
+
+def test_in_a_shard_map(rng):
+  """Each device's product of its own columns; the norm's weights are all devices'."""
+  mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+  v = operands(rng)
+  run = jax.shard_map(
+      lambda x, w, weights: jaxgemm.linear(x, w, norm=jaxgemm.RMSNorm(weights, 1e-2)),
+      mesh=mesh, in_specs=(P(), P(None, "d"), P()), out_specs=P(None, None, "d"),
+  )
+  of = [v[name] for name in ("x", "w", "weights")]
+  wanted = lambda x, w, weights: jaxgemm.linear(jaxgemm.RMSNorm(weights, 1e-2)(x), w)
+  np.testing.assert_array_equal(jax.jit(run)(*of), wanted(*of))
+  for found, grad in zip(
+      *(jax.grad(lambda *x, f=f: f(*x).astype("float32").sum(), (0, 1, 2))(*of)
+        for f in (jax.jit(run), wanted)), strict=True,
+  ):
+    np.testing.assert_allclose(
+        found.astype("float32"), grad.astype("float32"), 2e-2,
+        2e-2 * float(jnp.abs(grad).max()),
+    )
+
+
+@pytest.mark.parametrize("name", ["linear", "gated", "gated_mlp"])
+def test_explicit_axes(name, rng):
+  """The result lies as that of normalised rows."""
+  v = operands(rng, batch=(4, 2))
+  wanted = both(name, v)[1]
+  mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Explicit,))
+  with jax.set_mesh(mesh):
+    rows = {"x", "residual"}
+    v = {key: jax.device_put(x, P("d" if key in rows else None)) for key, x in v.items()}
+    found, after = jax.jit(lambda v: both(name, v))(v)
+  assert found.sharding.spec == after.sharding.spec == P("d", None, None)
+  np.testing.assert_allclose(
+      found.astype("float32"), wanted.astype("float32"), 2e-2, 2e-2
   )
 
 

@@ -1,4 +1,4 @@
-"""Plain JAX: a layer's product, bias, activation and residual in one call.
+"""Plain JAX: a layer's norm, product, bias, activation and residual in one call.
 
   python -m experiments.adoption.plain_jax
 """
@@ -16,7 +16,9 @@ import jaxgemm
 
 def theirs(params, x):
   """A gated perceptron and one with biases, as one writes them without us."""
-  gated = jax.nn.silu(x @ params["gate"]) * (x @ params["up"])
+  mean = jnp.mean(jnp.square(x), -1, keepdims=True)
+  rows = x * jax.lax.rsqrt(mean + 1e-5) * params["norm"]
+  gated = jax.nn.silu(rows @ params["gate"]) * (rows @ params["up"])
   x = gated @ params["down"] + x
   hidden = jax.nn.gelu(x @ params["w1"] + params["b1"])
   scores = jnp.einsum("btd,bsd->bts", hidden, hidden)
@@ -24,8 +26,11 @@ def theirs(params, x):
 
 
 def ours(params, x):
-  """The same in five kernels."""
-  x = jaxgemm.gated_mlp(x, params["gate"], params["up"], params["down"], residual=x)
+  """The same in five kernels; of few rows of bfloat16 the norm is part of the first."""
+  norm = jaxgemm.RMSNorm(params["norm"], 1e-5)
+  x = jaxgemm.gated_mlp(
+      x, params["gate"], params["up"], params["down"], norm=norm, residual=x
+  )
   hidden = jaxgemm.linear(x, params["w1"], params["b1"], activation="gelu")
   scores = jaxgemm.einsum("btd,bsd->bts", hidden, hidden)
   out = jaxgemm.linear(hidden, params["w2"], residual=x)
@@ -34,8 +39,8 @@ def ours(params, x):
 
 def draw() -> tuple[dict[str, jax.Array], jax.Array]:
   """Parameters, and an input."""
-  shapes = dict(gate=(32, 64), up=(32, 64), down=(64, 32), w1=(32, 48), b1=(48,),
-                w2=(48, 32))
+  shapes = dict(norm=(32,), gate=(32, 64), up=(32, 64), down=(64, 32), w1=(32, 48),
+                b1=(48,), w2=(48, 32))
   keys = jax.random.split(jax.random.key(0), len(shapes) + 1)
   params = {
       name: jax.random.normal(key, shape) / 6
