@@ -37,7 +37,7 @@ import numpy as np
 
 from experiments.lab import kernels_stores
 from experiments.resident_tiles import NUM_WARPGROUPS, TILE_M, WG_ROWS, ResidentTiles
-from pallas_kernels import ring, tiles
+from pallas_kernels import roles, tiles
 
 NAME = "roofline"
 RESIDENT = ResidentTiles(tile_n=256, num_slots=1)
@@ -140,7 +140,7 @@ def launch(
     def _move():
       if num_multiply:
         plgpu.set_max_registers(
-            ring.PRODUCER_REGISTERS[num_multiply], action="decrease"
+            roles.PRODUCER_REGISTERS[num_multiply], action="decrease"
         )
       move(values_gmem, out_gmem, cta, refs["slots"], refs["full"])
 
@@ -153,7 +153,7 @@ def launch(
 
     @pl.when(wg < num_multiply)
     def _multiply():
-      plgpu.set_max_registers(ring.CONSUMER_REGISTERS[num_multiply], action="increase")
+      plgpu.set_max_registers(roles.CONSUMER_REGISTERS[num_multiply], action="increase")
       sums = RESIDENT.sums(prepared, refs, wg, shares.k_tiles)
       (to,) = sums_gmem
       rows = pl.ds(wg * WG_ROWS, WG_ROWS)

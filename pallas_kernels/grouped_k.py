@@ -39,6 +39,7 @@ from pallas_kernels import (
   calls,
   padding,
   persistent,
+  roles,
   slot_products,
   specialised,
   tiles,
@@ -206,7 +207,7 @@ def launch(
       lax.fori_loop(jnp.int32(0), count, tile, jnp.int32(0))
       call.epilogue.finish()
 
-    rings.specialise(
+    roles.specialise(
         wg, config.consumers, _load, _multiply_and_store, only_copies=True
     )
 

@@ -48,6 +48,7 @@ from pallas_kernels import (
   halves,
   norms,
   parts,
+  roles,
   specialised,
   tiles,
 )
@@ -313,7 +314,7 @@ def run(
       )
       ring.norm.finish(refs, count)
 
-    rings.specialise(
+    roles.specialise(
         wg, config.consumers, _load, _multiply_and_store,
         only_copies=config.misaligned != "loads",
         normalise=None if ring.norm is None else _normalise,

@@ -41,9 +41,6 @@ from pallas_kernels import (
 )
 from pallas_kernels.configs import ALONG_M, ALONG_N
 
-# What a thread keeps, by the number of consumers: all CTA's threads share 64 K.
-PRODUCER_REGISTERS = {1: 40, 2: 40, 3: 32}
-CONSUMER_REGISTERS = {1: 232, 2: 232, 3: 160}
 # Of slots: two are held then. 50257x768x8192 TN took 1174 us with three, 900 without.
 _ENOUGH_TO_LOAD_AHEAD = 4
 Ref = Any
@@ -462,36 +459,3 @@ class Ring:
         plgpu.barrier_wait(self._barrier(refs["empty"], step))
 
     lax.fori_loop(jnp.int32(0), pending, wait, None)
-
-
-def specialise(
-    wg, num_consumers: int, produce, consume, *, only_copies: bool, normalise=None
-) -> None:
-  """Runs `consume` in the first `num_consumers` warpgroups, `produce` in the others.
-
-  But `normalise`, if there is one, in the next. A producer that `only_copies`, through
-  TMA, gives most of its registers to the consumers, whose accumulators need them. One of
-  its warps does all the work: four would have to meet at a barrier before each copy.
-  """
-  first_producer = num_consumers + (normalise is not None)
-
-  @pl.when(wg >= first_producer)
-  def _produce():
-    if only_copies:
-      plgpu.set_max_registers(PRODUCER_REGISTERS[first_producer], action="decrease")
-      plgpu.warp_map(lambda warp: pl.when(warp == 0)(produce))
-    else:
-      produce()
-
-  @pl.when(wg < num_consumers)
-  def _consume():
-    if only_copies:
-      plgpu.set_max_registers(CONSUMER_REGISTERS[first_producer], action="increase")
-    consume()
-
-  if normalise is not None:
-
-    @pl.when(wg == num_consumers)
-    def _normalise():
-      plgpu.set_max_registers(CONSUMER_REGISTERS[first_producer], action="increase")
-      normalise()

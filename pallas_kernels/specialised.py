@@ -19,13 +19,13 @@ from pallas_kernels import (
   norms,
   parts,
   register_loads,
+  roles,
   run_loads,
   skewed,
   tiles,
   ways,
 )
 from pallas_kernels import epilogue as epilogues
-from pallas_kernels import ring as rings
 from pallas_kernels.configs import PersistentConfig
 from pallas_kernels.problem import Problem
 
@@ -64,7 +64,7 @@ def multiplied(problem: Problem, config: PersistentConfig) -> Problem:
 
 def check_config(problem: Problem, config: PersistentConfig) -> str | None:
   """Why the tiles, the ring or the cluster cannot be, or None."""
-  if config.consumers not in rings.CONSUMER_REGISTERS:
+  if config.consumers not in roles.CONSUMER_REGISTERS:
     return f"consumers={config.consumers} must be 1, 2 or 3"
   if config.consumers == 3 and config.wg_dim != "m":
     return f"wg_dim={config.wg_dim}: three consumers share out m"
@@ -319,7 +319,7 @@ def registers(config: PersistentConfig) -> int:
   With three consumers ptxas compiles for the 128 that a thread has at launch, whatever
   the producer gives away later. For the sums of split_lhs it has been seen to use 157.
   """
-  kept = rings.CONSUMER_REGISTERS[config.consumers]
+  kept = roles.CONSUMER_REGISTERS[config.consumers]
   if config.consumers == 3 and not config.split_lhs:
     kept = 128
   return kept - accumulate.OTHER_REGISTERS

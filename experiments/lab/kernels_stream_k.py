@@ -30,7 +30,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import accumulate, calls, compat, specialised, staging, tiles
+from pallas_kernels import accumulate, calls, compat, roles, specialised, staging, tiles
 from pallas_kernels import epilogue as epilogues
 from pallas_kernels import ring as rings
 from pallas_kernels.configs import PersistentConfig
@@ -197,7 +197,7 @@ def _multiply(operands, problem, config, units, interpret) -> tuple[jax.Array, j
       lax.fori_loop(lax.div(first, k_steps), last + 1, segment, None)
       call.epilogue.finish()
 
-    rings.specialise(
+    roles.specialise(
         wg, config.consumers, _load, _multiply_and_store, only_copies=True
     )
 
