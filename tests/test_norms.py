@@ -150,6 +150,10 @@ LAYERS = {
     "linear": lambda v, x, **o: jaxgemm.linear(
         x, v["w"], v["bias"], activation="gelu", scale=0.5, **o
     ),
+    "added": lambda v, x, **o: jaxgemm.linear(x, v["w"], residual=v["residual"], **o),
+    "scaled": lambda v, x, **o: jaxgemm.linear(
+        x, v["w"], scale=v["bias"][:1], **o
+    ),
     "transposed": lambda v, x, **o: jaxgemm.linear(x, v["w"].T, transposed=True, **o),
     "gated": lambda v, x, **o: jaxgemm.gated_linear(x, v["w"], v["u"], **o),
     "packed": lambda v, x, **o: jaxgemm.gated_linear(
@@ -175,9 +179,14 @@ def test_a_layer_is_that_of_normalised_rows(name, rng):
   for dtype, batch in (
       ("bfloat16", (2, 3)), ("bfloat16", (65,)), ("float16", (4,)), ("float32", (4,)),
   ):
-    found, wanted = both(name, operands(rng, dtype, batch))
+    v = operands(rng, dtype, batch)
+    found, wanted = both(name, v)
     np.testing.assert_array_equal(found, wanted)
     assert found.dtype == wanted.dtype
+    counts = count_primitives(lambda v: both(name, v)[0], v)
+    # A factor that is an array multiplies normalised rows.
+    may = dtype == "bfloat16" and batch == (2, 3) and name != "scaled"
+    assert counts["jaxgemm_normed"] == may
 
 
 @pytest.mark.slow
@@ -214,20 +223,22 @@ def test_derivatives(name, rng):
   np.testing.assert_allclose(a, b, 1e-2)
 
 
-@pytest.mark.parametrize("mapped", [("x",), ("x", "weights"), ("w",)], ids=str)
+@pytest.mark.parametrize(
+    "mapped", [("x",), ("x", "residual"), ("x", "weights"), ("w",)], ids=str
+)
 def test_vmap(mapped, rng):
   """Rows that are mapped alone are rows of one product, also more than a kernel takes."""
   for size in (3, 20):
     v = operands(rng, batch=(5,))
     many = {name: jnp.stack([v[name] + i for i in range(size)]) for name in mapped}
-    for name in ("linear", "gated"):
+    for name in ("linear", "gated", "added"):
       run = lambda some, name=name, v=v: both(name, v | some)
       found, wanted = jax.vmap(run)(many)
       np.testing.assert_allclose(
           found.astype("float32"), wanted.astype("float32"), 2e-2, 2e-2
       )
       counts = count_primitives(jax.vmap(lambda some, run=run: run(some)[0]), many)
-      within = mapped == ("x",) and size * 5 <= 64
+      within = mapped[0] == "x" and "weights" not in mapped and size * 5 <= 64
       assert counts["jaxgemm_normed"] == int(within)
 
 
