@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 from typing import Any
@@ -199,12 +199,11 @@ def local_product(product: Product, *operands):
 
   Of a fused product the list of its results.
   """
-  emulated = emulates(product.target)
   plan = local_plan(product, *operands)
   record_plan(plan)
   if plan.kernel == "xla":
     return xla_product(
-        product.replace(out_sharding=None), *operands, cuda=not emulated
+        product.replace(out_sharding=None), *operands, cuda=not emulates(product.target)
     )
   lhs, factors, c, biases, entering = product.named(operands)
   problem = local_problem(product, *operands)
@@ -212,16 +211,9 @@ def local_product(product: Product, *operands):
     source, name = operands[-1], product.attached
     lhs, factors = (source, factors) if name == "lhs" else (lhs, (source,))
     problem = dataclasses.replace(problem, **{f"{name}_source": source.dtype.name})
-  arrays = folded(product, problem, plan.problem, lhs, factors)
-  others = [x for x in (c, *entering) if x is not None]
-  arrays += [lax.reshape(x, plan.problem.out_shape) for x in others]
-  arrays += [lax.reshape(x, (x.size,)) for x in biases]
-  device = device_of(product.target)
-  assert device is not None
-  launch = functools.partial(
-      run, plan, device=device, beside_collectives=product.beside_collectives
-  )
-  found = emulated_product(plan, arrays, launch) if emulated else launch(arrays)
+  elements = [x for x in (c, *entering) if x is not None]
+  arrays = folded(product, problem, plan.problem, lhs, factors, elements, biases)
+  found = launched(plan, arrays, product)
   found = forms.result(problem, plan.problem, found)
   shape = product.dims.out_shape(lhs.shape, product.factor_shape(factors[0].shape))
   if not product.is_fused:
@@ -231,16 +223,35 @@ def local_product(product: Product, *operands):
 
 
 def folded(
-    product: Product, problem: Problem, planned: Problem, lhs, factors
+    product: Product, problem: Problem, planned: Problem, lhs, factors, elements, biases
 ) -> list[Any]:
-  """lhs, and rhs (both of a gated product), as the planned form of the problem has them.
+  """The operands as the planned form of the problem has them: lhs, rhs (both of a gated
+  product), what has an element for each of the result's, and the biases.
   """
-  if not product.gated:
-    return list(forms.operands(problem, planned, lhs, *factors))
-  lhs = lax.reshape(lhs, problem.lhs_shape)
-  # A packed rhs is twice as wide as the problem's.
-  shapes = [product.folded_shape(product.dims.rhs, x.shape) for x in factors]
-  return [lhs, tuple(map(lax.reshape, factors, shapes))]
+  if product.gated:
+    # A packed rhs is twice as wide as the problem's.
+    shapes = [product.folded_shape(product.dims.rhs, x.shape) for x in factors]
+    lhs = lax.reshape(lhs, problem.lhs_shape)
+    found = [lhs, tuple(map(lax.reshape, factors, shapes))]
+  else:
+    found = list(forms.operands(problem, planned, lhs, *factors))
+  found += [lax.reshape(x, planned.out_shape) for x in elements]
+  return found + [lax.reshape(x, (x.size,)) for x in biases]
+
+
+def launched(plan: plans.Plan, operands: Sequence[Any], facts: Any):
+  """The results of the planned kernel, on the chip or emulated.
+
+  `facts` has the `target` of the plan, and whether it runs `beside_collectives`.
+  """
+  device = device_of(facts.target)
+  assert device is not None
+  launch = functools.partial(
+      run, plan, device=device, beside_collectives=facts.beside_collectives
+  )
+  if emulates(facts.target):
+    return _emulated_product(plan, operands, launch)
+  return launch(operands)
 
 
 def in_emulator(launch: Callable[..., Any], out: Any, operands):
@@ -260,7 +271,7 @@ def in_emulator(launch: Callable[..., Any], out: Any, operands):
   return jax.pure_callback(host, out, operands)
 
 
-def emulated_product(plan: plans.Plan, operands, launch: Callable[..., Any]):
+def _emulated_product(plan: plans.Plan, operands, launch: Callable[..., Any]):
   """The results of `launch`, which runs the plan's kernel, in interpret mode."""
   out = jax.ShapeDtypeStruct(plan.problem.out_shape, jnp.dtype(plan.problem.out_dtype))
   if num_others := plan.problem.epilogue.num_others:

@@ -19,10 +19,9 @@ import jax.numpy as jnp
 
 from jaxgemm import fused
 from jaxgemm import plan as plans
-from jaxgemm.contexts import Target, device_of, emulates
+from jaxgemm.contexts import device_of
 from jaxgemm.dims import Axes, are_known, fold
-from jaxgemm.launch import run
-from jaxgemm.lowering import emulated_product, folded, local_problem
+from jaxgemm.lowering import folded, launched, local_problem
 from jaxgemm.lowering_rules import lower_local, register
 from jaxgemm.primitive import result_type
 from jaxgemm.product import Product
@@ -47,10 +46,6 @@ class Normed:
   product: Product
   eps: float
   rhs_axes: Axes
-
-  @property
-  def target(self) -> Target | None:
-    return self.product.target
 
 
 def serves(norm: RMSNorm, x, product: Product) -> bool:
@@ -106,21 +101,14 @@ def _on_one_device(x, weights, *others, facts: Normed):
   problem = dataclasses.replace(
       local_problem(product, x, *others), norm_eps=facts.eps
   )
-  device = device_of(product.target)
-  plan = plans.normed(problem, device)
+  plan = plans.normed(problem, device_of(product.target))
   if plan is None:
     return _in_passes(x, weights, *others, facts=facts)
-  assert device is not None
   record_plan(plan)
   lhs, factors, c, biases, _ = product.named((x, *others))
-  arrays = folded(product, problem, problem, lhs, factors)
-  arrays += [] if c is None else [c.reshape(problem.out_shape)]
-  arrays += [bias.reshape(-1) for bias in biases] + [weights]
-  launch = functools.partial(
-      run, plan, device=device, beside_collectives=product.beside_collectives
-  )
-  emulated = emulates(product.target)
-  found = emulated_product(plan, arrays, launch) if emulated else launch(arrays)
+  elements = [] if c is None else [c]
+  arrays = folded(product, problem, problem, lhs, factors, elements, biases)
+  found = launched(plan, [*arrays, weights], product)
   return found.reshape(*x.shape[:-1], problem.n)
 
 
@@ -164,9 +152,7 @@ def _batch(operands, axes, *, facts: Normed):
   x, *others = operands
   num_c = int(facts.product.beta != 0)
   at_c = 1 + facts.product.num_rhs  # Of `others`.
-  shared = [
-      axis for i, axis in enumerate(axes[1:]) if not (num_c and i == at_c)
-  ]
+  shared = [axis for i, axis in enumerate(axes[1:]) if not (num_c and i == at_c)]
   size = next(
       a.shape[axis] for a, axis in zip(operands, axes, strict=True) if axis is not None
   )
@@ -190,7 +176,7 @@ def _batch(operands, axes, *, facts: Normed):
 normed_p = Primitive("jaxgemm_normed")
 # Without it: "Abstract evaluation for 'jaxgemm_normed' not implemented".
 normed_p.def_abstract_eval(_abstract_eval)
-register(normed_p, _lower_in_passes, _lower_kernels, lambda facts: facts.target)
+register(normed_p, _lower_in_passes, _lower_kernels, lambda facts: facts.product.target)
 # Without it: "Differentiation rule for 'jaxgemm_normed' not implemented".
 ad.primitive_jvps[normed_p] = _jvp
 # Without it: "Batching rule for 'jaxgemm_normed' not implemented".

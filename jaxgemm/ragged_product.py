@@ -32,11 +32,10 @@ from jaxgemm import plan as plans
 from jaxgemm import planned
 from jaxgemm import precision as precisions
 from jaxgemm.checkpoint_policies import name_product
-from jaxgemm.contexts import Target, device_of, emulates
+from jaxgemm.contexts import Target, device_of
 from jaxgemm.converted import array_of
 from jaxgemm.dims import Dims
-from jaxgemm.launch import run
-from jaxgemm.lowering import in_emulator
+from jaxgemm.lowering import launched
 from jaxgemm.primitive import explicit, result_type
 from jaxgemm.product import Product
 from jaxgemm.quantisation import dequantise
@@ -202,10 +201,6 @@ def _on_one_device(*operands, facts: Ragged) -> jax.Array:
     record(plan.problem, device_of(facts.target))
   if plan.kernel == "xla":
     return _by_xla(*operands, facts=facts)
-  launch = functools.partial(
-      run, plan, device=device_of(facts.target),
-      beside_collectives=facts.beside_collectives,
-  )
   lhs, rhs, group_sizes, *others = operands
   scales = ()
   if plan.problem.converts:
@@ -213,11 +208,7 @@ def _on_one_device(*operands, facts: Ragged) -> jax.Array:
   elif facts.scaling != "none":
     scales = others[0][None], others[1]
   arrays = lhs[None], rhs[None] if facts.sums else rhs, *scales, group_sizes
-  if emulates(facts.target):
-    out = jax.ShapeDtypeStruct(plan.problem.out_shape, jnp.dtype(facts.out_dtype))
-    found = in_emulator(launch, out, arrays)
-  else:
-    found = launch(arrays)
+  found = launched(plan, arrays, facts)
   return found if facts.sums else found[0]
 
 

@@ -10,7 +10,6 @@ derivatives: `scaled` gives those of the values.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Literal
 
 import jax
@@ -19,10 +18,9 @@ import jax.numpy as jnp
 
 from jaxgemm import plan as plans
 from jaxgemm import planned
-from jaxgemm.contexts import Target, device_of, emulates
+from jaxgemm.contexts import Target, device_of
 from jaxgemm.dims import Dims, are_known
-from jaxgemm.launch import run
-from jaxgemm.lowering import emulated_product
+from jaxgemm.lowering import launched
 from jaxgemm.primitive import result_type
 from jaxgemm.product import Product
 from jaxgemm.quantisation import dequantise, num_blocks
@@ -129,13 +127,7 @@ def _on_one_device(*operands, facts: Scaled) -> jax.Array:
     record(plan.problem, device_of(facts.target))
   if plan.kernel == "xla":
     return _by_xla(*operands, facts=facts)
-  device = device_of(facts.target)
-  launch = functools.partial(
-      run, plan, device=device, beside_collectives=facts.beside_collectives
-  )
-  if emulates(facts.target):
-    return emulated_product(plan, operands, launch)
-  return launch(operands)
+  return launched(plan, operands, facts)
 
 
 def _by_xla(lhs, rhs, rows, cols, *, facts: Scaled) -> jax.Array:
