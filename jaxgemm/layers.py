@@ -187,8 +187,7 @@ def _layer(
   )
   axes, others = layer_axes(x.ndim, transposed), [*layer.elements, *layer.biases]
   if norm is not None:
-    same = layer.x.dtype == x.dtype and not layer.by_xla
-    if same and normed.serves(norm, x, layer.product):
+    if kernel_normalises(norm, x, layer):
       return normed.normed(norm, x, layer.factors, others, axes[1], layer.product)
     layer = layer._replace(x=norm(x).astype(layer.x.dtype))
   if layer.by_xla:
@@ -197,6 +196,12 @@ def _layer(
       name, layer.x, layer.factors[0], axes, layer.product,
       others=[*layer.factors[1:], *others],
   )
+
+
+def kernel_normalises(norm: RMSNorm, x: jax.Array, layer: Layer) -> bool:
+  """Whether a kernel may normalise x for the layer, which takes it in its own dtype."""
+  same = layer.x.dtype == x.dtype and not layer.by_xla
+  return same and normed.serves(norm, x, layer.product)
 
 
 def check_norm(name: str, norm: RMSNorm, x: jax.Array) -> None:

@@ -16,7 +16,7 @@ import jax
 from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 
-from jaxgemm import converted, normed
+from jaxgemm import converted
 from jaxgemm.arguments import as_array
 from jaxgemm.dims import fold
 from jaxgemm.fused import apart, bind, differentiated
@@ -24,6 +24,7 @@ from jaxgemm.layers import (
   Layer,
   check_norm,
   gated_linear,
+  kernel_normalises,
   layer_axes,
   linear,
   make_layer,
@@ -142,7 +143,7 @@ def _together(
       converted.stays_apart(each.product, each.x, each.factors, [each.x.ndim - 1])
       for each in (up, down)
   )
-  few = norm is not None and normed.serves(norm, x, up.product)
+  few = norm is not None and kernel_normalises(norm, x, up)
   if narrow or few or up.by_xla or down.by_xla or down.x.dtype != hidden.dtype:
     return otherwise()
   if norm is not None:

@@ -12,6 +12,7 @@ import math
 from pallas_kernels import (
   halves_pass,
   lhs_registers,
+  norms,
   padding,
   parts,
   specialised,
@@ -29,6 +30,8 @@ def passes(problem: Problem, config: Config) -> tuple[Pass, ...]:
   """The passes over operands that a config needs if it loads none through registers."""
   product = product_of(problem, config)
   found = of_product(product)
+  if problem.norm_eps is not None and norms.pads(problem.k):
+    found += (("padding", "the norm's weights", 2 * problem.k * problem.itemsize),)
   if ways.of_lhs(product, config) is not None:
     return tuple(each for each in found if each[1] != "lhs")
   return found

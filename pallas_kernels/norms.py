@@ -241,6 +241,11 @@ def prepare(weights: jax.Array) -> dict[str, jax.Array]:
   return {WEIGHTS: lax.reshape(weights, shape)}
 
 
+def pads(k: int) -> bool:
+  """Whether `prepare` has to pad the weights, in a pass."""
+  return k % _WEIGHTS_ROW > 0
+
+
 def smem_bytes(problem: Problem) -> int:
   """Shared memory beside the ring."""
   if problem.norm_eps is None:
