@@ -3,9 +3,10 @@
   d lhs = alpha * sum over i of ct_i @ rhs_i^T      d rhs_i = alpha * lhs^T @ ct_i
 
 As products of their own they would lack what they owe each other. Of two rhs (a gated
-layer) the second product adds the first to itself before it stores the sum: no kernel
-reads both. Over several devices the sum of lhs's gradient, which the layer before waits
-for, travels while the others are computed (see `partitioning`).
+layer) one kernel goes on with the second product where the first ends (see `summed`), or
+the second adds the first to itself before it stores the sum. Over several devices the sum
+of lhs's gradient, which the layer before waits for, travels while the others are computed
+(see `partitioning`).
 
 They are differentiated, and batched, as the products that they are.
 """
@@ -15,15 +16,17 @@ from __future__ import annotations
 import functools
 
 import jax
+from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jaxgemm.dims import are_known
 from jaxgemm.lowering_rules import can_partition, register
 from jaxgemm.partitioning import partitioned_gradients
-from jaxgemm.primitive import explicit, gradient
+from jaxgemm.primitive import explicit, gradient, product_of_gradient
 from jaxgemm.product import Gradients, Product
 from jaxgemm.recording import record_partitioned
+from jaxgemm.summed import summed
 from pallas_kernels import compat
 
 
@@ -62,10 +65,25 @@ def separate(*operands, gradients: Gradients) -> list[jax.Array]:
 def on_one_device(*operands, gradients: Gradients) -> list[jax.Array]:
   """All; that of lhs is summed up by the products themselves."""
   lhs, factors, cts = _named(operands, gradients)
+  found = _of_lhs(lhs, factors, cts, gradients.product)
+  return [found, *_of_factors(operands, gradients)]
+
+
+def _of_lhs(lhs, factors, cts, product: Product) -> jax.Array:
+  dims, ct_is_rhs = product.dims.lhs_gradient()
+  dtype, term = product_of_gradient(
+      lhs.dtype, lhs.dtype, dims, lhs.dtype.name, None, product
+  )
+  if len(factors) > 1 and term is not None:
+    pairs = (factors, cts) if ct_is_rhs else (cts, factors)
+    pairs = [[lax.convert_element_type(x, dtype) for x in each] for each in pairs]
+    found = summed(*pairs, term)
+    if found is not None:
+      return found
   found = None
   for ct, rhs in zip(cts, factors, strict=True):
-    found = gradient(ct, rhs, jax.typeof(lhs), 0, gradients.product, plus=found)
-  return [found, *_of_factors(operands, gradients)]
+    found = gradient(ct, rhs, jax.typeof(lhs), 0, product, plus=found)
+  return found
 
 
 def _of_factors(operands, gradients: Gradients) -> list[jax.Array]:

@@ -164,6 +164,29 @@ def normed(problem: Problem, device: Device | None) -> Plan | None:
   return plan if within.time_us < apart_us + MODEL.pass_launch else None
 
 
+def summed(problem: Problem, device: Device | None) -> Plan | None:
+  """The plan of one kernel that adds up products, if that is faster than several.
+
+  Of those each but the first adds the sum of the ones before it to its own.
+
+  Args:
+    problem: of several terms.
+    device: where.
+  Returns: one of ours, or None.
+  """
+  plan = make_plan(problem, device)
+  if plan.kernel == "xla":
+    return None
+  first = dataclasses.replace(problem, k=problem.k // problem.terms, terms=1)
+  epilogue = dataclasses.replace(
+      problem.epilogue, beta=1.0, c_dtype=problem.out_dtype
+  )
+  further = dataclasses.replace(first, epilogue=epilogue)
+  within, *_ = candidates(problem, device)
+  apart_us, more_us = (candidates(each, device)[0].time_us for each in (first, further))
+  return plan if within.time_us < apart_us + (problem.terms - 1) * more_us else None
+
+
 def _invariant(
     problem: Problem, device: Device | None, implementation: str | None,
     config: Config | None,

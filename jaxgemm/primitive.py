@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import jax
 from jax import lax
@@ -271,39 +272,51 @@ def _any_product(
   so do we, where an algorithm of ours is that precise, and else leave it to XLA.
   """
   lhs, rhs = operands
-  precision = product.precision
-  if isinstance(precision, (lax.DotAlgorithm, lax.DotAlgorithmPreset)):
-    # The user said to what the operands are rounded, which holds for a cotangent.
-    dtype = jnp.dtype(ALGORITHMS[product.algorithm])
-  elif min(lhs.dtype.itemsize, rhs.dtype.itemsize) == 1:  # Which JAX does not promote.
-    dtype = max(lhs.dtype, rhs.dtype, key=lambda dtype: dtype.itemsize)
-  else:
-    dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
-  operands = [lax.convert_element_type(x, dtype) for x in operands]
-  algorithm, _ = precisions.choose_algorithm(
-      dtype.name, dtype.name, out_dtype, precision
+  dtype, found = product_of_gradient(
+      lhs.dtype, rhs.dtype, dims, out_dtype, out_sharding, product
   )
-  if algorithm is None:
+  operands = [lax.convert_element_type(x, dtype) for x in operands]
+  if found is None:
     if product.batch_invariant:
       raise ValueError(
           f"batch_invariant: the gradient of {lhs.dtype.name} and {rhs.dtype.name} is"
           " XLA's product, which is not"
       )
-    xla = Product(dims, out_dtype, "xla", precision, product.alpha)
+    xla = Product(dims, out_dtype, "xla", product.precision, product.alpha)
     xla = xla.replace(out_sharding=out_sharding)
     out = xla_product(xla, *operands, cuda=True)
     return out if plus is None else ad.add_jaxvals(plus, out)
-  found = product.replace(
-      dims=dims, out_dtype=out_dtype, algorithm=algorithm, config=None,
-      must_serve=False, beta=0.0, out_sharding=out_sharding, converted=("", ""),
-      attached="",
-  )
   if plus is None:
     return gemm_p.bind(*operands, product=found)
   adding = found.replace(beta=1.0)
   if local_plan(adding, *operands, plus).kernel == "xla":  # Which would add in float32.
     return ad.add_jaxvals(plus, gemm_p.bind(*operands, product=found))
   return gemm_p.bind(*operands, plus, product=adding)
+
+
+def product_of_gradient(
+    lhs_dtype, rhs_dtype, dims: Dims, out_dtype: str, out_sharding, product: Product
+) -> tuple[Any, Product | None]:
+  """(the dtype that both operands of a gradient take, what product it is; None: XLA's).
+  """
+  precision = product.precision
+  if isinstance(precision, (lax.DotAlgorithm, lax.DotAlgorithmPreset)):
+    # The user said to what the operands are rounded, which holds for a cotangent.
+    dtype = jnp.dtype(ALGORITHMS[product.algorithm])
+  elif min(lhs_dtype.itemsize, rhs_dtype.itemsize) == 1:  # Which JAX does not promote.
+    dtype = max(lhs_dtype, rhs_dtype, key=lambda dtype: dtype.itemsize)
+  else:
+    dtype = jnp.promote_types(lhs_dtype, rhs_dtype)
+  algorithm, _ = precisions.choose_algorithm(
+      dtype.name, dtype.name, out_dtype, precision
+  )
+  if algorithm is None:
+    return dtype, None
+  return dtype, product.replace(
+      dims=dims, out_dtype=out_dtype, algorithm=algorithm, config=None,
+      must_serve=False, beta=0.0, out_sharding=out_sharding, converted=("", ""),
+      attached="",
+  )
 
 
 def explicit(sharding):

@@ -399,12 +399,16 @@ class Operand:
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-  """Operands as the kernels read them: the arrays of which each consists."""
+  """Operands as the kernels read them: the arrays of which each consists.
+
+  Of several terms each has an array for every one, of equal shares of k.
+  """
 
   lhs: tuple[jax.Array, ...]
   rhs: tuple[jax.Array, ...]
   lhs_operand: Operand
   rhs_operand: Operand
+  num_terms: int = 1
 
   @property
   def num_arrivals(self) -> int:

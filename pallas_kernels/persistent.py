@@ -2,6 +2,9 @@
 
   out[b] = alpha * lhs[b] @ rhs[b] + beta * c[b]
 
+lhs and rhs may be several arrays each, whose products are added up: the k tiles of one
+follow those of the other (`Problem.terms`).
+
 Every CTA (or cluster of CTAs) walks over output tiles in the order of
 `tiles.tile_order`. Its producer warpgroup fills a ring of shared-memory slots
 through TMA; its consumers multiply out of the ring with wgmma, and store. They
@@ -66,10 +69,11 @@ Config = PersistentConfig
 def supports(problem: Problem, config: PersistentConfig) -> str | None:
   """The reason why this kernel cannot serve, or None."""
   return (
-      tiles.check_problem(problem, scales=True, converts=True, norms=True)
+      tiles.check_problem(problem, scales=True, converts=True, norms=True, terms=True)
       or norms.check(problem, config)
       or specialised.check_scales(problem, config)
       or specialised.check_gated(problem, config)
+      or specialised.check_terms(problem, config)
       or specialised.check_in_registers(problem, config)
       or specialised.check_parts(problem, config, supports)
       or specialised.check_config(problem, config)

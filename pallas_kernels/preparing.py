@@ -30,7 +30,7 @@ def prepare(
 
   Args:
     lhs, rhs: [batch, ., .] as the problem stores them: the parts of each, or both rhs
-      of a gated product, in one array or two.
+      of a gated product, in one array or two, or those of each of its terms.
     problem: the problem.
     config: has `tile_m`, `tile_n` and `tile_k`, and may say the way of what is
       misaligned.
@@ -78,6 +78,8 @@ def prepare(
     counts = len(its), 1, False
     if problem.epilogue.gated and not is_lhs:
       counts = 1, 2, len(its) == 1
+    elif problem.terms > 1:
+      counts = 1, 1, False
     found.append(
         Operand(
             is_lhs, k_major, tile_mn, config.tile_k, dtype, several and batched, mn,
@@ -86,7 +88,8 @@ def prepare(
         )
     )
   by_kernel = not emulated and problem.dtype != "float32"  # Those are rounded anyway.
-  return Prepared(*padding.pad_all(arrays, dtypes, pad_for, by_kernel=by_kernel), *found)
+  arrays = padding.pad_all(arrays, dtypes, pad_for, by_kernel=by_kernel)
+  return Prepared(*arrays, *found, num_terms=problem.terms)
 
 
 def _round_to_tf32(x: jax.Array) -> jax.Array:

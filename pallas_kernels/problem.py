@@ -143,6 +143,9 @@ class Problem:
       product. "": none.
     norm_eps: None; or the kernel divides each row of lhs by the root of its mean square
       and this, and multiplies it by weights of k, which are a further operand.
+    terms: products that are added up before anything else happens to them. lhs and rhs
+      are as many arrays each, of equal shares of k: k and the shapes below are of those
+      side by side.
   """
 
   m: int
@@ -161,6 +164,7 @@ class Problem:
   rhs_source: str = ""
   grouped: Literal["", "m", "k"] = ""
   norm_eps: float | None = None
+  terms: int = 1
 
   @property
   def layouts(self) -> str:
@@ -278,7 +282,7 @@ class Problem:
     by TMA if k allows, where in the other layout its elements lie a stride apart.
     """
     epilogue = self.epilogue
-    fixed = self.grouped or self.norm_eps is not None
+    fixed = self.grouped or self.norm_eps is not None or self.terms > 1
     if epilogue.gated or epilogue.scaling != "none" or fixed:
       return self
     if self.n == 1 < self.m and not epilogue.is_fused:  # A bias is along n.
@@ -337,6 +341,7 @@ class Problem:
     sources = {"lhs": self.lhs_source, "rhs": self.rhs_source}
     named = [f"{name} of {source}" for name, source in sources.items() if source]
     named += [] if self.norm_eps is None else ["lhs normalised"]
+    named += [f"{self.terms} terms"] if self.terms > 1 else []
     return f" ({', '.join(named)})" if named else ""
 
 

@@ -22,6 +22,7 @@ producers, which take steps in turn, must divide the number of slots.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 from jax import lax
@@ -179,7 +180,8 @@ class Ring:
   def produce(self, lhs_gmem, rhs_gmem, refs, *, producer, local, batch, m, n, k):
     """Loads the share of one producer of the `local`-th tile of this CTA.
 
-    The tile is at element (m, n) and begins with k tile `k`.
+    The tile is at element (m, n) and begins with element `k`. The k tiles of several
+    terms follow each other, each term's from its own arrays.
     """
     tile_k, turns = self.lhs.tile_k, jnp.int32(self.num_producers)
     first_step = local * self.k_steps
@@ -187,7 +189,7 @@ class Ring:
     barriers = self._team(first_step) * self.num_stages
     kept = self._lhs_slot(first_step) if self.lhs.stays else None
 
-    def load(turn, places, depth=None):
+    def load(turn, places, arrays, first_k, depth=None):
       slot, read = places
       i = first + turn * turns
 
@@ -196,9 +198,9 @@ class Ring:
         of_team = 0 if read is None else read.team * self.num_stages
         plgpu.barrier_wait(refs["empty"].at[slot + of_team])
 
-      at = dict(batch=batch, m=m, n=n, k=k + i * tile_k)
+      at = dict(batch=batch, m=m, n=n, k=first_k + i * tile_k)
       full = refs["full"].at[slot + barriers]
-      self.fill(lhs_gmem, rhs_gmem, refs, slot, full, kept=kept, depth=depth, **at)
+      self.fill(*arrays, refs, slot, full, kept=kept, depth=depth, **at)
       return self._after(slot, self.num_producers), self._read_after(read)
 
     count = lax.div(self.k_steps - first + turns - 1, turns)
@@ -206,9 +208,21 @@ class Ring:
     places = self.slot_of(step), self._read_before(step)
     if self.last_depth:
       count = jnp.int32(self.k_steps - 1)
-    places = lax.fori_loop(jnp.int32(0), count, load, places)
-    if self.last_depth:
-      load(count, places, self.last_depth)
+    if self.prepared.num_terms == 1:
+      load_its = functools.partial(load, arrays=(lhs_gmem, rhs_gmem), first_k=k)
+      places = lax.fori_loop(jnp.int32(0), count, load_its, places)
+      if self.last_depth:
+        load_its(count, places, depth=self.last_depth)
+      return
+    steps = self.k_steps // self.prepared.num_terms
+    for term, (lhs, rhs) in enumerate(zip(lhs_gmem, rhs_gmem, strict=True)):
+      begin = term * steps
+      load_its = functools.partial(
+          load, arrays=((lhs,), (rhs,)), first_k=k - begin * tile_k
+      )
+      places = lax.fori_loop(
+          jnp.int32(begin), jnp.int32(begin + steps), load_its, places
+      )
 
   def fill(
       self, lhs_gmem, rhs_gmem, refs, slot, full, *, batch, m, n, k, kept=None,

@@ -210,6 +210,24 @@ def check_gated(problem: Problem, config: PersistentConfig) -> str | None:
   return None
 
 
+def check_terms(problem: Problem, config: PersistentConfig) -> str | None:
+  """Why the products of several pairs of operands cannot be added up, or None."""
+  terms, epilogue = problem.terms, problem.epilogue
+  if terms == 1:
+    return None
+  if problem.itemsize != 2 or problem.converts:
+    return f"terms={terms}: of 16-bit operands, not {'/'.join(problem.stored_dtypes)}"
+  if epilogue.gated or epilogue.scaling != "none" or problem.norm_eps is not None:
+    return f"terms={terms} excludes two rhs, scales and a norm"
+  if config.misaligned != "padded":
+    return f"misaligned={config.misaligned!r}: TMA brings the operands of several terms"
+  if problem.k % (terms * config.tile_k):
+    return (
+        f"k={problem.k} of {terms} terms: each has a multiple of tile_k={config.tile_k}"
+    )
+  return None
+
+
 def _check_tile(product: Problem, config: PersistentConfig) -> str | None:
   """Why TMA and wgmma cannot work on the tile, or None."""
   if config.split_lhs:

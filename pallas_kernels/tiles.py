@@ -220,7 +220,7 @@ def rhs_block(problem: Problem) -> int:
 @functools.lru_cache(maxsize=1024)
 def check_problem(
     problem: Problem, *, scales: bool = False, converts: bool = False,
-    norms: bool = False,
+    norms: bool = False, terms: bool = False,
 ) -> str | None:
   """Why a kernel cannot serve this problem, whatever its config; or None.
 
@@ -229,6 +229,7 @@ def check_problem(
       products of gated ones: persistent does.
     converts: whether it takes an operand of 8 bits for one of 16: persistent and split_k.
     norms: whether it normalises lhs: persistent.
+    terms: whether it adds up several products: persistent.
   """
   if problem.grouped:
     return f"groups of {problem.grouped}: only grouped_m and grouped_k have some"
@@ -236,6 +237,8 @@ def check_problem(
     return "operands of 8 bits: only persistent and split_k convert one to 16"
   if problem.norm_eps is not None and not norms:
     return "norm: only persistent normalises lhs"
+  if problem.terms > 1 and not terms:
+    return f"terms={problem.terms}: only persistent adds up products"
   scaling = problem.epilogue.scaling
   if problem.epilogue.gated and not scales:
     return "gated: only persistent forms two products at once"

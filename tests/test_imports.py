@@ -33,6 +33,7 @@ LAYERS = (
     ("partitioning", "converted", "lowering_rules"),
     ("passes", "planned"),
     ("primitive", "cotangents"),
+    ("summed",),
     ("gradients", "scaled_product"),
     ("ragged_product",),
     ("fused",),
