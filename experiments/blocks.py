@@ -28,11 +28,12 @@ class Layers:
 
   Attributes:
     linear: linear(x, w, bias=None, *, norm=None, activation=None, residual=None,
-      transposed=False); the norm is a jaxgemm.RMSNorm of x.
+      transposed=False, returns_x=False); the norm is a jaxgemm.RMSNorm of x.
     mlp: mlp(x, w_up, w_down, bias_up, bias_down, *, activation, residual).
     gated_mlp: gated_mlp(x, w_gate, w_up, w_down, *, norm, residual), with silu.
     cross_entropy: cross_entropy(x, w, labels, transposed=False): float32, of each row.
     ragged_dot: as jax.lax.ragged_dot.
+    normalise: normalise(norm, x) are the rows of x, by themselves.
   """
 
   linear: Callable[..., jax.Array]
@@ -40,18 +41,28 @@ class Layers:
   gated_mlp: Callable[..., jax.Array]
   cross_entropy: Callable[..., jax.Array]
   ragged_dot: experts.RaggedDot
+  normalise: Callable[[jaxgemm.RMSNorm, jax.Array], jax.Array]
 
 
 def _linear(
-    x, w, bias=None, *, norm=None, activation=None, residual=None, transposed=False
+    x, w, bias=None, *, norm=None, activation=None, residual=None, transposed=False,
+    returns_x=False,
 ):
-  x = x if norm is None else norm(x)
-  out = x @ (w.T if transposed else w)
+  rows = x if norm is None else _normalise(norm, x)
+  out = rows @ (w.T if transposed else w)
   if bias is not None:
     out = out + bias
   if activation is not None:
     out = {"gelu": jax.nn.gelu}[activation](out)
-  return out if residual is None else out + residual
+  out = out if residual is None else out + residual
+  return (out, x) if returns_x else out
+
+
+def _normalise(norm: jaxgemm.RMSNorm, x):
+  """As models have it that do not know of us."""
+  wide = _wide(x)
+  mean = jnp.mean(jnp.square(wide), -1, keepdims=True)
+  return (wide * lax.rsqrt(mean + norm.eps) * _wide(norm.weights)).astype(x.dtype)
 
 
 def _mlp(x, w_up, w_down, bias_up, bias_down, *, activation, residual):
@@ -60,7 +71,7 @@ def _mlp(x, w_up, w_down, bias_up, bias_down, *, activation, residual):
 
 
 def _gated_mlp(x, w_gate, w_up, w_down, *, norm, residual):
-  x = norm(x)
+  x = _normalise(norm, x)
   return _linear(jax.nn.silu(x @ w_gate) * (x @ w_up), w_down, residual=residual)
 
 
@@ -70,10 +81,12 @@ def _cross_entropy(x, w, labels, *, transposed=False):
 
 
 LAYERS = {
-    "xla": Layers(_linear, _mlp, _gated_mlp, _cross_entropy, lax.ragged_dot),
+    "xla": Layers(
+        _linear, _mlp, _gated_mlp, _cross_entropy, lax.ragged_dot, _normalise
+    ),
     "jaxgemm": Layers(
         jaxgemm.linear, jaxgemm.mlp, jaxgemm.gated_mlp, jaxgemm.linear_cross_entropy,
-        jaxgemm.ragged_dot,
+        jaxgemm.ragged_dot, lambda norm, x: norm(x),
     ),
 }
 
@@ -128,7 +141,7 @@ def mixtral(
 
   def run(v: Params, layers: Layers) -> jax.Array:
     x = _attended(v, layers, heads, kv_heads, cached)
-    rows = _norm(v["mlp_norm"])(x).reshape(-1, width)
+    rows = layers.normalise(_norm(v["mlp_norm"]), x).reshape(-1, width)
     out = experts.layer(rows, v, layers.ragged_dot, chosen=v["chosen"])
     return x + out.reshape(x.shape)
 
@@ -157,7 +170,8 @@ def _attended(
   x = v["x"]
   sequences, tokens, width = x.shape
   head = width // heads
-  mixed = layers.linear(x, v["qkv"], norm=_norm(v["attention_norm"]))
+  norm = _norm(v["attention_norm"])
+  mixed, x = layers.linear(x, v["qkv"], norm=norm, returns_x=True)
   mixed = mixed.reshape(sequences, tokens, kv_heads, heads // kv_heads + 2, head)
   q = mixed[:, :, :, :-2].reshape(sequences, tokens, heads, head)
   k, values = mixed[:, :, :, -2], mixed[:, :, :, -1]

@@ -31,6 +31,7 @@ from jaxgemm.arguments import (
 from jaxgemm.contraction import contract, named_kernel, product_of
 from jaxgemm.dims import Axes
 from jaxgemm.lowering import along_columns
+from jaxgemm.passed_by import norm_and_rows
 from jaxgemm.product import Product
 from jaxgemm.rms_norm import RMSNorm
 from pallas_kernels import activations
@@ -49,9 +50,9 @@ PACKED = ("concatenated", "interleaved")  # Two weights in one array.
 def linear(
     x, w, bias=None, *, norm: RMSNorm | None = None, activation: Activation | None = None,
     residual=None, scale=1, precision=None, preferred_element_type=None,
-    transposed: bool = False, save: str = "preactivation",
+    transposed: bool = False, save: str = "preactivation", returns_x: bool = False,
     implementation: str | None = None, config: Config | None = None,
-) -> jax.Array:
+) -> Any:
   """Returns activation(scale * norm(x) @ w + bias) + residual, rounded once.
 
   But of few rows of x and weights in 8 bits, which the caller converts just before, as by
@@ -77,21 +78,27 @@ def linear(
     transposed: whether w is stored [n, k], as in Equinox and PyTorch.
     save: what the forward pass keeps for derivatives: "preactivation", or "nothing", for
       which the product is computed again.
+    returns_x: of a layer with a norm, whether to return x, too: for the residual of a
+      later layer, in x's own place. What both have to do with x's gradient is one pass
+      then, not two.
     implementation, config: as for jaxgemm.matmul.
-  Returns: [*batch, n].
+  Returns: [*batch, n]; if `returns_x` that and x.
   Raises:
     TypeError: k differs between x and w, or bias is not [n]; the message names the
       shapes.
     ValueError: x is a scalar, w no matrix, the activation or `save` unknown, the residual
-      does not broadcast, or the named kernel cannot serve.
-  Example:
+      does not broadcast, `returns_x` without a norm, or the named kernel cannot serve.
+  Examples:
     h = jaxgemm.linear(x, w1, b1, activation="gelu")
     y = jaxgemm.linear(h, w2, b2, residual=x)
+
+    qkv, x = jaxgemm.linear(x, w_qkv, norm=norm, returns_x=True)
+    x = jaxgemm.linear(attention(qkv), w_out, residual=x)
   """
   w = as_array("linear", "w", w)
   return _layer(
       "linear", x, norm, {"w": w}, {"bias": bias}, activation, residual, scale, precision,
-      preferred_element_type, transposed, save, implementation, config,
+      preferred_element_type, transposed, save, returns_x, implementation, config,
   )
 
 
@@ -99,9 +106,9 @@ def gated_linear(
     x, w_gate, w_up=None, *, norm: RMSNorm | None = None, bias_gate=None, bias_up=None,
     activation: Activation | None = "silu", residual=None, scale=1, precision=None,
     preferred_element_type=None, transposed: bool = False, packed: str = "concatenated",
-    save: str = "preactivation", implementation: str | None = None,
-    config: Config | None = None,
-) -> jax.Array:
+    save: str = "preactivation", returns_x: bool = False,
+    implementation: str | None = None, config: Config | None = None,
+) -> Any:
   """Returns activation(scale * x @ w_gate + bias_gate) * (scale * x @ w_up + bias_up).
 
   SwiGLU with "silu", GEGLU with "gelu", GLU with "sigmoid". Both products are formed at
@@ -117,8 +124,8 @@ def gated_linear(
     packed: "concatenated", the gate's columns first, or "interleaved", columns of the
       two alternating.
     norm, activation, scale, precision, preferred_element_type, transposed, save,
-      implementation, config: as for jaxgemm.linear.
-  Returns: [*batch, n].
+      returns_x, implementation, config: as for jaxgemm.linear.
+  Returns: [*batch, n]; if `returns_x` that and x.
   Raises:
     TypeError: the shapes of x, the weights or the biases do not fit; the message names
       them.
@@ -146,7 +153,7 @@ def gated_linear(
   return _layer(
       "gated_linear", x, norm, weights, {"bias_gate": bias_gate, "bias_up": bias_up},
       activation, residual, scale, precision, preferred_element_type, transposed, save,
-      implementation, config,
+      returns_x, implementation, config,
   )
 
 
@@ -172,30 +179,39 @@ def _check_packed(name: str, w, axis: int) -> None:
 def _layer(
     name: str, x, norm: RMSNorm | None, weights: dict[str, jax.Array],
     biases: dict[str, jax.Array | None], activation, residual, scale, precision,
-    preferred_element_type, transposed: bool, save: str, implementation, config,
-) -> jax.Array:
-  """The result of a layer; see `make_layer`."""
-  x = as_array(name, "x", x)
+    preferred_element_type, transposed: bool, save: str, returns_x: bool, implementation,
+    config,
+) -> Any:
+  """The result of a layer, maybe with x; see `make_layer`."""
+  x = passing = as_array(name, "x", x)
+  if norm is None and returns_x:
+    raise ValueError(f"{name}: returns_x is for layers with a norm")
+  normalise = norm_and_rows if returns_x else lambda norm, x: (norm(x), x)
   if norm is not None:
     check_norm(name, norm, x)
     if not isinstance(as_factor(name, "scale", scale), float):  # Of normalised rows.
-      x, norm = norm(x), None
+      x, passing = normalise(norm, x)
+      norm = None
   x, scale = scaled(name, x, scale)
   layer = make_layer(
       name, x, weights, biases, activation, residual, scale, precision,
       preferred_element_type, transposed, save, implementation, config,
   )
   axes, others = layer_axes(x.ndim, transposed), [*layer.elements, *layer.biases]
-  if norm is not None:
-    if kernel_normalises(norm, x, layer):
-      return normed.normed(norm, x, layer.factors, others, axes[1], layer.product)
-    layer = layer._replace(x=norm(x).astype(layer.x.dtype))
-  if layer.by_xla:
-    return _by_xla(layer, transposed, precision)
-  return contract(
-      name, layer.x, layer.factors[0], axes, layer.product,
-      others=[*layer.factors[1:], *others],
-  )
+  within = norm is not None and kernel_normalises(norm, x, layer)
+  if norm is not None and not within:
+    rows, passing = normalise(norm, x)
+    layer = layer._replace(x=rows.astype(layer.x.dtype))
+  if within:
+    out = normed.normed(norm, x, layer.factors, others, axes[1], layer.product)
+  elif layer.by_xla:
+    out = _by_xla(layer, transposed, precision)
+  else:
+    out = contract(
+        name, layer.x, layer.factors[0], axes, layer.product,
+        others=[*layer.factors[1:], *others],
+    )
+  return (out, passing) if returns_x else out
 
 
 def kernel_normalises(norm: RMSNorm, x: jax.Array, layer: Layer) -> bool:

@@ -29,6 +29,7 @@ from jaxgemm.layers import (
   linear,
   make_layer,
 )
+from jaxgemm.passed_by import norm_and_rows
 from jaxgemm.product import Product
 from jaxgemm.rms_norm import RMSNorm
 from jaxgemm.stored import as_stored
@@ -115,6 +116,7 @@ def _together(
     otherwise, *, precision, preferred_element_type, transposed: bool,
 ) -> jax.Array:
   """The result of both layers; of `otherwise()`, where a kernel serves only one."""
+  passes_by = residual is x
   x, w_down = as_array(name, "x", x), as_array(name, "w_down", w_down)
   if norm is not None:
     check_norm(name, norm, x)
@@ -147,7 +149,12 @@ def _together(
   if narrow or few or up.by_xla or down.by_xla or down.x.dtype != hidden.dtype:
     return otherwise()
   if norm is not None:
-    up = up._replace(x=norm(x).astype(up.x.dtype))
+    if passes_by and down.shape == x.shape:
+      rows, passing = norm_and_rows(norm, x)
+      down = down._replace(elements=[passing.astype(down.elements[0].dtype)])
+    else:
+      rows = norm(x)
+    up = up._replace(x=rows.astype(up.x.dtype))
   up, up_product = _with_dims(up, transposed)
   down, down_product = _with_dims(down, transposed)
   operands = tuple(compat.vary_alike(

@@ -41,10 +41,7 @@ class RMSNorm:
     """
     x = as_array("RMSNorm", "x", x)
     weights = self.checked("RMSNorm", x)
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    rows = x.astype(wide)
-    mean = jnp.mean(jnp.square(rows), -1, keepdims=True)
-    return (rows * lax.rsqrt(mean + self.eps) * weights.astype(wide)).astype(x.dtype)
+    return _saving_nothing(x, weights, float(self.eps))
 
   def checked(self, name: str, x) -> jax.Array:
     """The weights as an array; raises where they do not fit x, for the function `name`.
@@ -61,3 +58,17 @@ class RMSNorm:
     if not isinstance(self.eps, numbers.Real) or not 0 < self.eps < math.inf:
       raise ValueError(f"{name}: norm.eps={self.eps!r} must be a number above 0")
     return weights
+
+
+def normalised(x, weights, eps: float) -> jax.Array:
+  """x [..., k] as RMSNorm has it, of operands that are right."""
+  wide = jnp.promote_types(x.dtype, jnp.float32)
+  rows = x.astype(wide)
+  mean = jnp.mean(jnp.square(rows), -1, keepdims=True)
+  return (rows * lax.rsqrt(mean + eps) * weights.astype(wide)).astype(x.dtype)
+
+
+# Derivatives want the factors of rows. If the pass saves them, XLA makes two passes of
+# it: of 8192x4096 on an H200 16 and 42 us, where the one takes 32. They begin with a
+# pass over x anyway, which finds the factors again.
+_saving_nothing = jax.checkpoint(normalised, static_argnums=(2,))

@@ -33,7 +33,7 @@ LAYERS = (
     ("partitioning", "converted", "lowering_rules"),
     ("passes", "planned"),
     ("primitive", "cotangents"),
-    ("summed",),
+    ("summed", "passed_by"),
     ("gradients", "scaled_product"),
     ("ragged_product",),
     ("fused",),
@@ -47,7 +47,7 @@ LAYERS = (
 KERNEL_IMPORTERS = {
     "cost_model", "cotangents", "exactness", "grouped_heuristics", "heuristics",
     "invariance", "kernel_configs", "launch", "losses", "multicasts", "operand_passes",
-    "plan", "ring_slots", "table", "tile_orders", "tile_shapes", "traffic",
+    "passed_by", "plan", "ring_slots", "table", "tile_orders", "tile_shapes", "traffic",
     "triton_heuristics", "user_table", "work", "xla_times",
 }
 # A checkout has suites to tune for; a wheel has none, and must not miss them.

@@ -1,0 +1,137 @@
+"""Normalised rows, and the rows themselves for a residual that passes the layers by.
+
+  y, x = norm(x), x
+
+Their cotangents meet where x's is made of both: in one pass, which a kernel computes of
+one Hopper GPU's 16-bit rows (`pallas_kernels.norm_gradients`), and XLA elsewhere. As two
+uses of x that know nothing of each other XLA adds them in the second of two passes.
+
+Derivatives of all orders and both modes follow: the tangent is an operation of its own,
+linear in the tangents of x and of the weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import jax
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+import jax.numpy as jnp
+
+from jaxgemm import passes
+from jaxgemm.contexts import Target, current_target
+from jaxgemm.primitive import as_sharded
+from jaxgemm.rms_norm import RMSNorm, normalised
+from pallas_kernels import compat
+from pallas_kernels import norm_gradients as kernel
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+  """The parameters of both primitives: of the norm, and what is lowered for."""
+
+  eps: float
+  target: Target | None
+
+
+def norm_and_rows(norm: RMSNorm, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Returns norm(x), and x [..., k] for the residual of the layers behind it."""
+  operands = compat.vary_alike(x, jnp.asarray(norm.weights))
+  return _norm_and_rows(Facts(float(norm.eps), current_target()), *operands)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _norm_and_rows(facts: Facts, x, weights):
+  return RMSNorm(weights, facts.eps)(x), x
+
+
+@_norm_and_rows.defjvp
+def _jvp(facts: Facts, primals, tangents):
+  dots = tangent_p.bind(*primals, *tangents, facts=facts)
+  return _norm_and_rows(facts, *primals), tuple(dots)
+
+
+def _tangent(x, weights, x_dot, weights_dot, *, facts: Facts) -> list[jax.Array]:
+  """What tangent_p computes: the tangents of y and of x."""
+  norm = functools.partial(normalised, eps=facts.eps)
+  _, y_dot = jax.jvp(norm, (x, weights), (x_dot, weights_dot))
+  return [y_dot, x_dot]
+
+
+def _tangent_jvp(primals, tangents, *, facts: Facts):
+  tangents = tuple(map(ad.instantiate_zeros, tangents))
+  return jax.jvp(functools.partial(_tangent, facts=facts), tuple(primals), tangents)
+
+
+def _tangent_batch(operands, axes, *, facts: Facts):
+  found = jax.vmap(functools.partial(_tangent, facts=facts), tuple(axes))(*operands)
+  return found, [0] * len(found)
+
+
+def _transpose(cts, x, weights, *dots, facts: Facts):
+  """The gradients of x and of the weights, as far as they are wanted."""
+  dy, passing = cts
+  if type(dy) is ad.Zero:
+    found = passing, ad.Zero(jax.typeof(weights).to_ct_aval())
+  elif type(passing) is ad.Zero or not ad.is_undefined_primal(dots[0]):
+    norm = functools.partial(normalised, eps=facts.eps)
+    found = jax.vjp(norm, *lax.optimization_barrier((x, weights)))[1](dy)
+  else:
+    operands = compat.vary_alike(x, weights, dy, passing)
+    dx, dw = gradients_p.bind(*operands, facts=facts)
+    found = dx, as_sharded(dw.astype(weights.dtype), jax.typeof(weights))
+  wanted = [g if ad.is_undefined_primal(dot) else None
+            for g, dot in zip(found, dots, strict=True)]
+  return [None, None, *wanted]
+
+
+def _by_xla(x, weights, dy, passing, *, facts: Facts) -> list[jax.Array]:
+  # Else XLA computes the factors of rows once, and the norm itself in two passes.
+  x, weights, dy = lax.optimization_barrier((x, weights, dy))
+  its, wide_weights, d_its = (v.astype(jnp.float32) for v in (x, weights, dy))
+  r = lax.rsqrt(jnp.mean(jnp.square(its), -1, keepdims=True) + facts.eps)
+  rows, weighted = its * r, d_its * wide_weights
+  dx = (weighted - rows * jnp.mean(weighted * rows, -1, keepdims=True)) * r
+  dx = (dx + passing.astype(jnp.float32)).astype(x.dtype)
+  return [dx, jnp.sum(d_its * rows, tuple(range(x.ndim - 1)))]
+
+
+def _by_kernel(*operands, facts: Facts) -> list[jax.Array]:
+  x, weights, *others = operands
+  cols = x.shape[-1]
+  its = kernel.NormGradients(
+      math.prod(x.shape[:-1]), cols, x.dtype.name, facts.eps
+  )
+  device = passes.serving_device(facts.target)
+  if device is None or kernel.supports(its) is not None:
+    return _by_xla(*operands, facts=facts)
+  flat = [lax.reshape(v, (its.rows, cols)) for v in (x, *others)]
+  launch = functools.partial(kernel.launch, facts=its, num_sms=device.num_sms)
+  dx, dw = passes.run(launch, [flat[0], weights, *flat[1:]], facts.target)
+  return [lax.reshape(dx, x.shape), dw]
+
+
+def _abstract_eval(x, weights, dy, passing, *, facts: Facts):
+  del weights, passing, facts
+  total, _ = lax.reduce_sum_p.abstract_eval(
+      dy.update(dtype=jnp.dtype("float32")), axes=tuple(range(dy.ndim - 1)),
+      out_sharding=None,
+  )
+  return [x, total]
+
+
+gradients_p = passes.define(
+    "jaxgemm_norm_gradients", _by_xla, _by_kernel, _abstract_eval
+)
+tangent_p = Primitive("jaxgemm_norm_tangent")
+tangent_p.multiple_results = True
+compat.computes_by_lowering(tangent_p)
+tangent_p.def_abstract_eval(lambda x, *_, facts: [x, x])
+mlir.register_lowering(tangent_p, mlir.lower_fun(_tangent, multiple_results=True))
+ad.primitive_jvps[tangent_p] = _tangent_jvp
+ad.primitive_transposes[tangent_p] = _transpose
+batching.primitive_batchers[tangent_p] = _tangent_batch
