@@ -18,12 +18,16 @@ import math
 
 import jax
 from jax import lax
+from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxgemm import passes
-from jaxgemm.contexts import Target, current_target
+from jaxgemm.contexts import Target, current_target, emulates
+from jaxgemm.layouts import ShardedArray
+from jaxgemm.partitioning import of_one_device
 from jaxgemm.primitive import as_sharded
 from jaxgemm.rms_norm import RMSNorm, normalised
 from pallas_kernels import compat
@@ -78,8 +82,7 @@ def _transpose(cts, x, weights, *dots, facts: Facts):
   if type(dy) is ad.Zero:
     found = passing, ad.Zero(jax.typeof(weights).to_ct_aval())
   elif type(passing) is ad.Zero or not ad.is_undefined_primal(dots[0]):
-    norm = functools.partial(normalised, eps=facts.eps)
-    found = jax.vjp(norm, *lax.optimization_barrier((x, weights)))[1](dy)
+    found = _gradients(x, weights, dy, facts)
   else:
     operands = compat.vary_alike(x, weights, dy, passing)
     dx, dw = gradients_p.bind(*operands, facts=facts)
@@ -90,14 +93,16 @@ def _transpose(cts, x, weights, *dots, facts: Facts):
 
 
 def _by_xla(x, weights, dy, passing, *, facts: Facts) -> list[jax.Array]:
-  # Else XLA computes the factors of rows once, and the norm itself in two passes.
-  x, weights, dy = lax.optimization_barrier((x, weights, dy))
-  its, wide_weights, d_its = (v.astype(jnp.float32) for v in (x, weights, dy))
-  r = lax.rsqrt(jnp.mean(jnp.square(its), -1, keepdims=True) + facts.eps)
-  rows, weighted = its * r, d_its * wide_weights
-  dx = (weighted - rows * jnp.mean(weighted * rows, -1, keepdims=True)) * r
-  dx = (dx + passing.astype(jnp.float32)).astype(x.dtype)
-  return [dx, jnp.sum(d_its * rows, tuple(range(x.ndim - 1)))]
+  dx, dw = _gradients(x, weights, dy, facts)
+  return [dx + passing, dw.astype(jnp.float32)]
+
+
+def _gradients(x, weights, dy, facts: Facts) -> tuple[jax.Array, jax.Array]:
+  """Of x, but for what passes by, and of the weights."""
+  # As for jax.checkpoint: else XLA saves the factors of rows for these, and makes two
+  # passes of the norm.
+  x, weights = lax.optimization_barrier((x, weights))
+  return jax.vjp(functools.partial(normalised, eps=facts.eps), x, weights)[1](dy)
 
 
 def _by_kernel(*operands, facts: Facts) -> list[jax.Array]:
@@ -115,6 +120,61 @@ def _by_kernel(*operands, facts: Facts) -> list[jax.Array]:
   return [lax.reshape(dx, x.shape), dw]
 
 
+def _over_devices(*operands, facts: Facts) -> list[jax.Array]:
+  return _partitioned(facts, operands[0].ndim)(*operands)
+
+
+@functools.lru_cache(maxsize=256)
+def _partitioned(facts: Facts, rank: int):
+  """A function of the operands that XLA's partitioner knows how to shard."""
+
+  def whole(x, weights, dy, passing):  # Only the types of its results count.
+    return [x, weights.astype(jnp.float32)]
+
+  function = custom_partitioning(whole)
+  x = " ".join([*(f"r{i}" for i in range(rank - 1)), "k"])
+  function.def_partition(
+      functools.partial(_partition, facts), sharding_rule=f"{x}, k, {x}, {x} -> {x}, k"
+  )
+  return function
+
+
+def _partition(facts: Facts, mesh, operands, results):
+  """What each device computes of its rows, all lying as x does."""
+  x, *_ = operands
+  if emulates(facts.target):  # JAX loses the callbacks of a partition.
+    facts = dataclasses.replace(facts, target=None)
+  *of_rows, of_k = ShardedArray.of(range(x.ndim), x).whole_parts(mesh.shape)
+  rows = tuple(axis for axes in of_rows for axis in axes)
+
+  def shard(*operands):
+    if of_k:
+      dx, dw = _of_parts_of_rows(*operands, facts=facts, axes=of_k, cols=x.shape[-1])
+    else:
+      dx, dw = gradients_p.bind(*operands, facts=facts)
+    return [dx, lax.psum(dw, rows) if rows else dw]
+
+  def lies(*parts):
+    return NamedSharding(mesh, PartitionSpec(*(axes or None for axes in parts)))
+
+  as_x, as_weights = lies(*of_rows, of_k), lies(of_k)
+  return mesh, of_one_device(shard), [as_x, as_weights], (as_x, as_weights, as_x, as_x)
+
+
+def _of_parts_of_rows(x, weights, dy, passing, *, facts: Facts, axes, cols: int):
+  """Of rows that lie in parts along mesh axes."""
+  its, wide_weights, d_its = (v.astype(jnp.float32) for v in (x, weights, dy))
+
+  def mean(values):
+    return lax.psum(jnp.sum(values, -1, keepdims=True), axes) / cols
+
+  r = lax.rsqrt(mean(jnp.square(its)) + facts.eps)
+  rows, weighted = its * r, d_its * wide_weights
+  dx = (weighted - rows * mean(weighted * rows)) * r
+  dw = jnp.sum(d_its * rows, tuple(range(x.ndim - 1)))
+  return (dx + passing.astype(jnp.float32)).astype(x.dtype), dw
+
+
 def _abstract_eval(x, weights, dy, passing, *, facts: Facts):
   del weights, passing, facts
   total, _ = lax.reduce_sum_p.abstract_eval(
@@ -125,7 +185,7 @@ def _abstract_eval(x, weights, dy, passing, *, facts: Facts):
 
 
 gradients_p = passes.define(
-    "jaxgemm_norm_gradients", _by_xla, _by_kernel, _abstract_eval
+    "jaxgemm_norm_gradients", _by_xla, _by_kernel, _abstract_eval, _over_devices
 )
 tangent_p = Primitive("jaxgemm_norm_tangent")
 tangent_p.multiple_results = True

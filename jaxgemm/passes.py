@@ -1,7 +1,8 @@
 """Primitives of passes over memory that a kernel computes on one Hopper GPU, else XLA.
 
 Their rules are those of the operations that `by_xla` names: derivatives, batches and
-shards are XLA's. On one device, where the kernel serves, `by_kernel` is lowered instead.
+shards are XLA's. On one device, where the kernel serves, `by_kernel` is lowered instead;
+on several, if there is `over_devices`, that.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from jaxgemm.contexts import Target, device_of, emulates
 from jaxgemm.device import supported
 from jaxgemm.dims import are_known
 from jaxgemm.lowering import in_emulator
-from jaxgemm.lowering_rules import lower_local, register
+from jaxgemm.lowering_rules import can_partition, lower_local, register
 from pallas_kernels import compat
 
 # Of operands, and `facts` by name: hashable, with the `target` that is lowered for.
@@ -27,7 +28,7 @@ Function = Callable[..., list[jax.Array]]
 
 def define(
     name: str, by_xla: Function, by_kernel: Function,
-    abstract_eval: Callable[..., Sequence[Any]],
+    abstract_eval: Callable[..., Sequence[Any]], over_devices: Function | None = None,
 ) -> Primitive:
   """Returns a primitive of several results, all its rules registered.
 
@@ -36,6 +37,7 @@ def define(
     by_xla: by_xla(*operands, facts=facts), differentiable.
     by_kernel: the same by a kernel, or by `by_xla` where none serves.
     abstract_eval: abstract_eval(*avals, facts=facts), with their shardings.
+    over_devices: the same of what lies on several devices, for XLA's partitioner.
   """
   primitive = Primitive(name)
   primitive.multiple_results = True
@@ -46,6 +48,9 @@ def define(
   def lower_kernel(ctx, *operands, facts):
     num_devices, _, _ = compat.lowering_mesh(ctx)
     known = are_known(size for aval in ctx.avals_in for size in aval.shape)
+    if known and over_devices and can_partition(ctx) and not compat.is_exported(ctx):
+      function = functools.partial(over_devices, facts=facts)
+      return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
     if num_devices > 1 or not known:  # XLA shards what it knows, and takes any sizes.
       return lower_xla(ctx, *operands, facts=facts)
     function = functools.partial(by_kernel, facts=facts)
