@@ -18,7 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgemm.device import current_device, supported
-from pallas_kernels import GROUPED_KERNELS, KERNELS, cotangents, losses, triton
+from pallas_kernels import (
+  GROUPED_KERNELS,
+  KERNELS,
+  cotangents,
+  losses,
+  norm_gradients,
+  triton,
+)
 from pallas_kernels.configs import (
   BlockedConfig,
   Config,
@@ -60,10 +67,15 @@ def product(kernel: str, problem: Problem, config: Config, *, packed=False) -> C
   epilogue, of = problem.epilogue, jax.ShapeDtypeStruct
   batch, rows, cols = problem.rhs_shape
   lhs_dtype, rhs_dtype = problem.stored_dtypes
+  lhs: Any = of(problem.lhs_shape, lhs_dtype)
   rhs: Any = of((batch, rows, cols), rhs_dtype)
   if epilogue.gated:
     rhs = (of((batch, rows, 2 * cols), rhs_dtype),) if packed else (rhs, rhs)
-  found = [of(problem.lhs_shape, lhs_dtype), rhs]
+  if problem.terms > 1:
+    term = dataclasses.replace(problem, k=problem.k // problem.terms)
+    lhs = (of(term.lhs_shape, lhs_dtype),) * problem.terms
+    rhs = (of(term.rhs_shape, rhs_dtype),) * problem.terms
+  found = [lhs, rhs]
   if epilogue.has_c:
     found.append(of(problem.out_shape, epilogue.c_dtype))
   if epilogue.has_bias:
@@ -116,6 +128,16 @@ def _cotangents(**fields) -> Case:
   return Case(
       "cotangents", (x,) * (facts.num_entering + 1),
       lambda *x: cotangents.launch(x, facts, num_sms=NUM_SMS), None,
+  )
+
+
+def _norm_gradients(rows: int, cols: int) -> Case:
+  facts = norm_gradients.NormGradients(rows, cols, "bfloat16", 1e-5)
+  x = jax.ShapeDtypeStruct((rows, cols), facts.dtype)
+  weights = jax.ShapeDtypeStruct((cols,), "float32")
+  return Case(
+      "norm_gradients", (x, weights, x, x),
+      lambda *x: norm_gradients.launch(x, facts, num_sms=NUM_SMS), None,
   )
 
 
@@ -242,6 +264,7 @@ CASES: dict[str, Case] = {
         _with(PLAIN, m=64, norm_eps=1e-5,
               epilogue=Epilogue(activation="silu", gated=True)),
         _one_consumer(tile_n=128, num_stages=4)),
+    "persistent terms": _persistent(_with(PLAIN, k=256, terms=2), _config()),
     "persistent runs": _persistent(
         _with(PLAIN, m=197, k=205), _config(misaligned="runs")),
     "persistent runs of columns": _persistent(
@@ -312,6 +335,8 @@ CASES: dict[str, Case] = {
     "cotangents": _cotangents(),
     "cotangents gated": _cotangents(activation="silu", gated=True),
     "cotangents of a bias": _cotangents(activation="none"),
+    "norm_gradients": _norm_gradients(137, 1024),
+    "norm_gradients of long rows": _norm_gradients(11, 5120),
     "losses": _losses(5, 4096, 4090),
     "losses of long rows": _losses(2, 57408, 57400),
 }

@@ -342,6 +342,9 @@ OF_LAYERS: dict[str, Case] = {
     "linear: complex weights of the norm": (
         linear(A, B, norm=RMSNorm(1j * ones(16))), TypeError,
         "linear: norm.weights is complex"),
+    "linear: returns_x": (
+        linear(A, B, returns_x=True), ValueError,
+        "linear: returns_x is for layers with a norm"),
     "gated_linear: eps": (
         gated(A, B, B, norm=RMSNorm(ones(16), 0)), ValueError,
         "gated_linear: norm.eps=0 must be a number above 0"),

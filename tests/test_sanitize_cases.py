@@ -24,7 +24,7 @@ def test_cases_lower_to_their_kernels(name):
 
 
 def test_every_kernel_has_cases():
-  wanted = {*KERNELS, *GROUPED_KERNELS, "cotangents", "losses"}
+  wanted = {*KERNELS, *GROUPED_KERNELS, "cotangents", "losses", "norm_gradients"}
   if triton.missing_package() is not None:
     wanted.remove(triton.NAME)
   assert {case.kernel for case in CASES.values()} == wanted
