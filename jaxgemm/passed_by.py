@@ -72,8 +72,16 @@ def _tangent_jvp(primals, tangents, *, facts: Facts):
 
 
 def _tangent_batch(operands, axes, *, facts: Facts):
-  found = jax.vmap(functools.partial(_tangent, facts=facts), tuple(axes))(*operands)
-  return found, [0] * len(found)
+  """What x has more are further rows, if the weights have not more."""
+  if {axes[1], axes[3]} != {None}:
+    found = jax.vmap(functools.partial(_tangent, facts=facts), tuple(axes))(*operands)
+    return found, [0, 0]
+  x, weights, x_dot, weights_dot = operands
+  size = next(v.shape[i] for v, i in zip(operands, axes, strict=True) if i is not None)
+  x, x_dot = (
+      batching.bdim_at_front(v, i, size) for v, i in ((x, axes[0]), (x_dot, axes[2]))
+  )
+  return tangent_p.bind(x, weights, x_dot, weights_dot, facts=facts), [0, 0]
 
 
 def _transpose(cts, x, weights, *dots, facts: Facts):

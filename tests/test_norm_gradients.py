@@ -194,6 +194,13 @@ def test_gradients_and_tangents(name, rng):
     assert_close(of(ours)(operand), of(theirs)(operand))
   counts = count_primitives(jax.grad(ours), v)
   assert counts["jaxgemm_norm_gradients"] == 1
+  # Under vmap x has further rows, and the weights one gradient.
+  batched = lambda f: lambda v: jnp.sum(
+      jax.vmap(lambda x: f(v | {"x": x}))(jnp.stack([v["x"], 2 * v["x"]]))
+  )
+  assert_close(jax.grad(batched(ours))(v), jax.grad(batched(theirs))(v))
+  counts = count_primitives(jax.grad(batched(ours)), v)
+  assert counts["jaxgemm_norm_gradients"] == 1
   for key in ("x", "weights"):
     some = lambda x, key=key: ours(v | {key: x})
     wanted = jax.grad(lambda x, key=key: theirs(v | {key: x}))(v[key])
