@@ -186,7 +186,9 @@ def _layer(
   x = passing = as_array(name, "x", x)
   if norm is None and returns_x:
     raise ValueError(f"{name}: returns_x is for layers with a norm")
-  normalise = norm_and_rows if returns_x else lambda norm, x: (norm(x), x)
+  # A kernel has the derivatives of both, unless the layer is to be XLA's.
+  together = returns_x and implementation != "xla"
+  normalise = norm_and_rows if together else lambda norm, x: (norm(x), x)
   if norm is not None:
     check_norm(name, norm, x)
     if not isinstance(as_factor(name, "scale", scale), float):  # Of normalised rows.

@@ -102,7 +102,12 @@ def _transpose(cts, x, weights, *dots, facts: Facts):
 
 def _by_xla(x, weights, dy, passing, *, facts: Facts) -> list[jax.Array]:
   dx, dw = _gradients(x, weights, dy, facts)
-  return [dx + passing, dw.astype(jnp.float32)]
+  return [dx + passing, dw.astype(_wide(x))]
+
+
+def _wide(x):
+  """The dtype in which a pass computes: float32, of float64 that."""
+  return jnp.promote_types(x.dtype, jnp.float32)
 
 
 def _gradients(x, weights, dy, facts: Facts) -> tuple[jax.Array, jax.Array]:
@@ -137,7 +142,7 @@ def _partitioned(facts: Facts, rank: int):
   """A function of the operands that XLA's partitioner knows how to shard."""
 
   def whole(x, weights, dy, passing):  # Only the types of its results count.
-    return [x, weights.astype(jnp.float32)]
+    return [x, weights.astype(_wide(x))]
 
   function = custom_partitioning(whole)
   x = " ".join([*(f"r{i}" for i in range(rank - 1)), "k"])
@@ -147,7 +152,7 @@ def _partitioned(facts: Facts, rank: int):
   return function
 
 
-def _partition(facts: Facts, mesh, operands, results):
+def _partition(facts: Facts, mesh, operands, _):
   """What each device computes of its rows, all lying as x does."""
   x, *_ = operands
   if emulates(facts.target):  # JAX loses the callbacks of a partition.
@@ -171,7 +176,7 @@ def _partition(facts: Facts, mesh, operands, results):
 
 def _of_parts_of_rows(x, weights, dy, passing, *, facts: Facts, axes, cols: int):
   """Of rows that lie in parts along mesh axes."""
-  its, wide_weights, d_its = (v.astype(jnp.float32) for v in (x, weights, dy))
+  its, wide_weights, d_its = (v.astype(_wide(x)) for v in (x, weights, dy))
 
   def mean(values):
     return lax.psum(jnp.sum(values, -1, keepdims=True), axes) / cols
@@ -180,13 +185,13 @@ def _of_parts_of_rows(x, weights, dy, passing, *, facts: Facts, axes, cols: int)
   rows, weighted = its * r, d_its * wide_weights
   dx = (weighted - rows * mean(weighted * rows)) * r
   dw = jnp.sum(d_its * rows, tuple(range(x.ndim - 1)))
-  return (dx + passing.astype(jnp.float32)).astype(x.dtype), dw
+  return (dx + passing.astype(dx.dtype)).astype(x.dtype), dw
 
 
 def _abstract_eval(x, weights, dy, passing, *, facts: Facts):
   del weights, passing, facts
   total, _ = lax.reduce_sum_p.abstract_eval(
-      dy.update(dtype=jnp.dtype("float32")), axes=tuple(range(dy.ndim - 1)),
+      dy.update(dtype=_wide(x)), axes=tuple(range(dy.ndim - 1)),
       out_sharding=None,
   )
   return [x, total]

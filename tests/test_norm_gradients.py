@@ -232,6 +232,28 @@ def test_only_where_the_residual_is_x(rng):
   assert_close(jax.grad(alone)(v), jax.grad(wanted)(v))
 
 
+def test_xlas_layers_leave_it_to_xla(rng):
+  v = operands(rng)
+
+  def run(v):
+    found, x = jaxgemm.linear(
+        v["x"], v["square"], norm=norm_of(v), returns_x=True, implementation="xla"
+    )
+    return jnp.sum(jnp.sin(found) + jnp.sin(x))
+
+  assert not count_primitives(jax.grad(run), v)["jaxgemm_norm_gradients"]
+
+
+def test_float64(rng):
+  """Whose gradients are as exact."""
+  with jax.enable_x64(True):
+    v = {key: x.astype("float64") for key, x in operands(rng).items()}
+    ours, theirs = (jax.grad(loss(each, "attention"))(v) for each in (OURS, PLAIN))
+    for key, wanted in theirs.items():
+      assert ours[key].dtype == "float64"
+      np.testing.assert_allclose(ours[key], wanted, rtol=1e-11, atol=1e-12)
+
+
 def test_few_rows_are_the_kernels(rng):
   """x comes back from a layer whose kernel normalises, too."""
   v = operands(rng, "bfloat16", (4,), 128, 128)
