@@ -12,7 +12,11 @@ import pytest
 
 import jaxgemm
 from jaxgemm import plan, reference, table
+from jaxgemm.contexts import current_target
 from jaxgemm.device import current_device, known_device
+from jaxgemm.dims import fold
+from jaxgemm.gradients import gradients
+from jaxgemm.product import Product
 from pallas_kernels import KERNELS, compat, persistent
 from pallas_kernels.problem import Epilogue
 from tests.kernel_cases import make_problem, mostly_slow, small_config
@@ -158,7 +162,8 @@ def test_where_one_kernel_is_planned():
 def test_a_table_answers_by_the_product_of_as_long_a_k():
   problem = make_problem(8192, 4096, 28672, "NT", terms=2)
   assert table.alike(problem) == table.alike(dataclasses.replace(problem, terms=1))
-  assert problem.canonical == problem
+  of_one_row = make_problem(1, 64, 256, "TN", terms=2)
+  assert of_one_row.canonical == of_one_row  # Of arrays of their own.
 
 
 # -- Layers ------------------------------------------------------------------------
@@ -177,8 +182,8 @@ def loss(v, **options):
   return jnp.sum(jnp.sin(out.astype(jnp.float32)))
 
 
-def plans(run, v):
-  return [str(found.problem) for found in jaxgemm.explain(run, v)]
+def plans(run, *operands):
+  return [str(found.problem) for found in jaxgemm.explain(run, *operands)]
 
 
 def test_what_the_gradient_of_x_is():
@@ -219,6 +224,26 @@ def test_gradients(transposed, rng):
       reference.relative_error(x, truth["x"]) for x in (ours, theirs["x"])
   )
   assert ours.dtype == "bfloat16" and error <= 2 * baseline
+
+
+@pytest.mark.slow
+def test_of_an_lhs_that_is_stored_transposed(rng):
+  """Whose gradient has the cotangents in rhs's place."""
+  lhs, *others = (
+      jnp.asarray(normal(rng, *shape), "bfloat16")
+      for shape in ((64, 136), (64, 192), (64, 192), (136, 192), (136, 192))
+  )
+  rhs, cts = others[:2], others[2:]
+  dims = fold(("k", "m"), ("k", "n"), ("m", "n"), lhs.shape, rhs[0].shape).dims
+  with jaxgemm.emulate():
+    product = Product(dims, "bfloat16", "bf16_f32", target=current_target())
+    run = lambda *x: gradients(x[0], x[1:3], x[3:], product)[0]
+    assert [text for text in plans(run, lhs, *others) if "2 terms" in text]
+    found = jax.jit(run)(lhs, *others)
+  wide = [[np.asarray(x, np.float64) for x in each] for each in (rhs, cts)]
+  truth = sum(w @ ct.T for w, ct in zip(*wide, strict=True))
+  assert found.shape == lhs.shape
+  assert reference.relative_error(found, truth) < 3e-3
 
 
 def test_no_derivative_wants_it(rng):
