@@ -28,7 +28,6 @@ from jaxgemm import passes
 from jaxgemm.contexts import Target, current_target, emulates
 from jaxgemm.layouts import ShardedArray
 from jaxgemm.partitioning import of_one_device
-from jaxgemm.primitive import as_sharded
 from jaxgemm.rms_norm import RMSNorm, normalised
 from pallas_kernels import compat
 from pallas_kernels import norm_gradients as kernel
@@ -94,7 +93,7 @@ def _transpose(cts, x, weights, *dots, facts: Facts):
   else:
     operands = compat.vary_alike(x, weights, dy, passing)
     dx, dw = gradients_p.bind(*operands, facts=facts)
-    found = dx, as_sharded(dw.astype(weights.dtype), jax.typeof(weights))
+    found = dx, dw.astype(weights.dtype)
   wanted = [g if ad.is_undefined_primal(dot) else None
             for g, dot in zip(found, dots, strict=True)]
   return [None, None, *wanted]

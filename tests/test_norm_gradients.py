@@ -17,6 +17,7 @@ from experiments.collectives import collectives
 import jaxgemm
 from jaxgemm import reference
 from jaxgemm.device import current_device
+from jaxgemm.layouts import ShardedArray
 from pallas_kernels import compat
 from pallas_kernels import norm_gradients as kernel
 from pallas_kernels.norm_gradients import NormGradients
@@ -232,6 +233,25 @@ def test_only_where_the_residual_is_x(rng):
   assert_close(jax.grad(alone)(v), jax.grad(wanted)(v))
 
 
+def test_a_factor_that_is_an_array(rng):
+  """Of normalised rows: what comes back is x."""
+  v = operands(rng)
+
+  def run(v, x):
+    found, x = jaxgemm.linear(
+        x, v["square"], norm=norm_of(v), scale=v["square"][0, 0], returns_x=True
+    )
+    return jnp.sum(jnp.sin(found) + jnp.sin(x))
+
+  def plain(v, x):
+    y = normalised(x, v["weights"]) @ v["square"] * v["square"][0, 0]
+    return jnp.sum(jnp.sin(y) + jnp.sin(x))
+
+  assert_close(jax.grad(run, (0, 1))(v, v["x"]), jax.grad(plain, (0, 1))(v, v["x"]))
+  counts = count_primitives(jax.grad(run, (0, 1)), v, v["x"])
+  assert counts["jaxgemm_norm_gradients"] == 1
+
+
 def test_xlas_layers_leave_it_to_xla(rng):
   v = operands(rng)
 
@@ -266,10 +286,6 @@ def test_few_rows_are_the_kernels(rng):
     _, x = run(v, v["x"])
     np.testing.assert_array_equal(x, v["x"])
     assert count_primitives(lambda v, run=run: run(v, v["x"]), v)["jaxgemm_normed"] == 1
-  _, x = jaxgemm.linear(
-      v["x"], v["w"], norm=norm_of(v), scale=jnp.float32(2), returns_x=True
-  )
-  np.testing.assert_array_equal(x, v["x"])
 
 
 def test_the_norm_saves_its_arguments_alone(rng, capsys):
@@ -319,6 +335,12 @@ def test_shards(spec, rng):
     assert not [kind for kind, _ in collectives(step.as_text()) if "gather" in kind]
   wanted = jax.grad(loss(PLAIN, "attention"))(v)
   assert_close(step(placed), wanted)
+
+
+def test_rows_that_devices_share_unevenly_lie_whole():
+  x = ShardedArray({0: 6, 1: 8, 2: 64}, {0: ("a",), 1: ("b", "c")}, 2)
+  assert x.whole_parts({"a": 4, "b": 2, "c": 2}) == [(), ("b", "c"), ()]
+  assert x.whole_parts({"a": 3, "b": 2, "c": 3}) == [("a",), (), ()]
 
 
 def test_in_a_shard_map(rng):
