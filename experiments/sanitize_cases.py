@@ -336,7 +336,7 @@ CASES: dict[str, Case] = {
     "cotangents gated": _cotangents(activation="silu", gated=True),
     "cotangents of a bias": _cotangents(activation="none"),
     "norm_gradients": _norm_gradients(137, 1024),
-    "norm_gradients of long rows": _norm_gradients(11, 5120),
+    "norm_gradients of long rows": _norm_gradients(37, 5120),
     "losses": _losses(5, 4096, 4090),
     "losses of long rows": _losses(2, 57408, 57400),
 }

@@ -31,7 +31,7 @@ LEAST_ELEMENTS = 1 << 20  # Of x; below, XLA's passes stay in the L2.
 MOST_COLS = 8192  # Of x: a thread has 64 sums of dw then, beside its share of a row.
 _MOST_AHEAD = 4096  # Columns of a row that has room in registers beside another.
 _SM_COLS = 8192  # Of the rows of all CTAs of an SM.
-_MOST_CTAS = 8  # Of an SM.
+_FEWEST_CTAS, _MOST_CTAS = 2, 6  # Of an SM; eight took longer for rows of 1024.
 _LEAST_STEP = 2 * tiles.WG_THREADS  # Columns of which each thread has whole words.
 
 
@@ -57,7 +57,7 @@ class NormGradients:
     return plgpu.Layout.WG_STRIDED((self.cols,), step)
 
   def num_ctas(self, num_sms: int) -> int:
-    of_sm = max(1, min(_MOST_CTAS, _SM_COLS // self.cols))
+    of_sm = max(_FEWEST_CTAS, min(_MOST_CTAS, _SM_COLS // self.cols))
     return min(self.rows, num_sms * of_sm)
 
 
