@@ -86,7 +86,7 @@ LAYERS = {
     ),
     "jaxgemm": Layers(
         jaxgemm.linear, jaxgemm.mlp, jaxgemm.gated_mlp, jaxgemm.linear_cross_entropy,
-        jaxgemm.ragged_dot, lambda norm, x: norm(x),
+        jaxgemm.ragged_dot, jaxgemm.RMSNorm.__call__,
     ),
 }
 

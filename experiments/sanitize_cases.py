@@ -72,9 +72,8 @@ def product(kernel: str, problem: Problem, config: Config, *, packed=False) -> C
   if epilogue.gated:
     rhs = (of((batch, rows, 2 * cols), rhs_dtype),) if packed else (rhs, rhs)
   if problem.terms > 1:
-    term = dataclasses.replace(problem, k=problem.k // problem.terms)
-    lhs = (of(term.lhs_shape, lhs_dtype),) * problem.terms
-    rhs = (of(term.rhs_shape, rhs_dtype),) * problem.terms
+    lhs = (of(problem.term.lhs_shape, lhs_dtype),) * problem.terms
+    rhs = (of(problem.term.rhs_shape, rhs_dtype),) * problem.terms
   found = [lhs, rhs]
   if epilogue.has_c:
     found.append(of(problem.out_shape, epilogue.c_dtype))

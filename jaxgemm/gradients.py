@@ -70,20 +70,26 @@ def on_one_device(*operands, gradients: Gradients) -> list[jax.Array]:
 
 
 def _of_lhs(lhs, factors, cts, product: Product) -> jax.Array:
+  """That of lhs: of several rhs by one kernel, or each product adds those before it."""
+  found = _in_one(lhs, factors, cts, product) if len(factors) > 1 else None
+  if found is not None:
+    return found
+  for ct, rhs in zip(cts, factors, strict=True):
+    found = gradient(ct, rhs, jax.typeof(lhs), 0, product, plus=found)
+  return found
+
+
+def _in_one(lhs, factors, cts, product: Product) -> jax.Array | None:
+  """The sum by one kernel; None if none is planned for it."""
   dims, ct_is_rhs = product.dims.lhs_gradient()
   dtype, term = product_of_gradient(
       lhs.dtype, lhs.dtype, dims, lhs.dtype.name, None, product
   )
-  if len(factors) > 1 and term is not None:
-    pairs = (factors, cts) if ct_is_rhs else (cts, factors)
-    pairs = [[lax.convert_element_type(x, dtype) for x in each] for each in pairs]
-    found = summed(*pairs, term)
-    if found is not None:
-      return found
-  found = None
-  for ct, rhs in zip(cts, factors, strict=True):
-    found = gradient(ct, rhs, jax.typeof(lhs), 0, product, plus=found)
-  return found
+  if term is None:
+    return None
+  pairs = (factors, cts) if ct_is_rhs else (cts, factors)
+  pairs = [[lax.convert_element_type(x, dtype) for x in each] for each in pairs]
+  return summed(*pairs, term)
 
 
 def _of_factors(operands, gradients: Gradients) -> list[jax.Array]:

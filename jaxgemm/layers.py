@@ -52,7 +52,7 @@ def linear(
     residual=None, scale=1, precision=None, preferred_element_type=None,
     transposed: bool = False, save: str = "preactivation", returns_x: bool = False,
     implementation: str | None = None, config: Config | None = None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
   """Returns activation(scale * norm(x) @ w + bias) + residual, rounded once.
 
   But of few rows of x and weights in 8 bits, which the caller converts just before, as by
@@ -108,7 +108,7 @@ def gated_linear(
     preferred_element_type=None, transposed: bool = False, packed: str = "concatenated",
     save: str = "preactivation", returns_x: bool = False,
     implementation: str | None = None, config: Config | None = None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
   """Returns activation(scale * x @ w_gate + bias_gate) * (scale * x @ w_up + bias_up).
 
   SwiGLU with "silu", GEGLU with "gelu", GLU with "sigmoid". Both products are formed at
@@ -181,7 +181,7 @@ def _layer(
     biases: dict[str, jax.Array | None], activation, residual, scale, precision,
     preferred_element_type, transposed: bool, save: str, returns_x: bool, implementation,
     config,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
   """The result of a layer, maybe with x; see `make_layer`."""
   x = passing = as_array(name, "x", x)
   if norm is None and returns_x:

@@ -35,14 +35,12 @@ class ShardedArray:
     }
     return cls(dict(zip(names, x.shape, strict=True)), parts, x.dtype.itemsize)
 
-  def whole_parts(self, mesh_shape: Mapping[str, int]) -> list[tuple[str, ...]]:
-    """The mesh axes of each dimension, none of one that they cut unevenly."""
-    found = []
-    for name, size in self.sizes.items():
-      axes = self.parts.get(name, ())
-      shards = math.prod(mesh_shape[axis] for axis in axes)
-      found.append(() if size % shards else axes)
-    return found
+  def even_parts(self, mesh_shape: Mapping[str, int]) -> Parts:
+    """Its parts, but for the dimensions that are cut unevenly."""
+    return {
+        name: axes for name, axes in self.parts.items()
+        if self.sizes[name] % math.prod(mesh_shape[axis] for axis in axes) == 0
+    }
 
   def local_bytes(self, parts: Parts, mesh_shape: Mapping[str, int]) -> float:
     """Bytes of one shard if it lies as `parts` says."""

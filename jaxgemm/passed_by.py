@@ -22,12 +22,12 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxgemm import passes
 from jaxgemm.contexts import Target, current_target, emulates
+from jaxgemm.dims import Axes
 from jaxgemm.layouts import ShardedArray
-from jaxgemm.partitioning import of_one_device
+from jaxgemm.partitioning import of_one_device, sharding
 from jaxgemm.rms_norm import RMSNorm, normalised
 from pallas_kernels import compat
 from pallas_kernels import norm_gradients as kernel
@@ -92,7 +92,7 @@ def _transpose(cts, x, weights, *dots, facts: Facts):
     found = _gradients(x, weights, dy, facts)
   else:
     operands = compat.vary_alike(x, weights, dy, passing)
-    dx, dw = gradients_p.bind(*operands, facts=facts)
+    dx, dw = norm_gradients_p.bind(*operands, facts=facts)
     found = dx, dw.astype(weights.dtype)
   wanted = [g if ad.is_undefined_primal(dot) else None
             for g, dot in zip(found, dots, strict=True)]
@@ -144,32 +144,36 @@ def _partitioned(facts: Facts, rank: int):
     return [x, weights.astype(_wide(x))]
 
   function = custom_partitioning(whole)
-  x = " ".join([*(f"r{i}" for i in range(rank - 1)), "k"])
+  names = *(f"m{i}" for i in range(rank - 1)), "k"
+  x = " ".join(names)
   function.def_partition(
-      functools.partial(_partition, facts), sharding_rule=f"{x}, k, {x}, {x} -> {x}, k"
+      functools.partial(_partition, facts, names),
+      sharding_rule=f"{x}, k, {x}, {x} -> {x}, k",
   )
   return function
 
 
-def _partition(facts: Facts, mesh, operands, _):
+def _partition(facts: Facts, names: Axes, mesh, operands, _):
   """What each device computes of its rows, all lying as x does."""
-  x, *_ = operands
+  x, weights = (
+      ShardedArray.of(axes, operand)
+      for axes, operand in zip((names, names[-1:]), operands, strict=False)
+  )
+  parts = x.even_parts(mesh.shape)
+  of_k = parts.get("k", ())
+  of_rows = tuple(axis for name in names[:-1] for axis in parts.get(name, ()))
   if emulates(facts.target):  # JAX loses the callbacks of a partition.
     facts = dataclasses.replace(facts, target=None)
-  *of_rows, of_k = ShardedArray.of(range(x.ndim), x).whole_parts(mesh.shape)
-  rows = tuple(axis for axes in of_rows for axis in axes)
 
   def shard(*operands):
     if of_k:
-      dx, dw = _of_parts_of_rows(*operands, facts=facts, axes=of_k, cols=x.shape[-1])
+      cols = x.sizes["k"]
+      dx, dw = _of_parts_of_rows(*operands, facts=facts, axes=of_k, cols=cols)
     else:
-      dx, dw = gradients_p.bind(*operands, facts=facts)
-    return [dx, lax.psum(dw, rows) if rows else dw]
+      dx, dw = norm_gradients_p.bind(*operands, facts=facts)
+    return [dx, lax.psum(dw, of_rows) if of_rows else dw]
 
-  def lies(*parts):
-    return NamedSharding(mesh, PartitionSpec(*(axes or None for axes in parts)))
-
-  as_x, as_weights = lies(*of_rows, of_k), lies(of_k)
+  as_x, as_weights = (sharding(mesh, array, parts) for array in (x, weights))
   return mesh, of_one_device(shard), [as_x, as_weights], (as_x, as_weights, as_x, as_x)
 
 
@@ -196,7 +200,7 @@ def _abstract_eval(x, weights, dy, passing, *, facts: Facts):
   return [x, total]
 
 
-gradients_p = passes.define(
+norm_gradients_p = passes.define(
     "jaxgemm_norm_gradients", _by_xla, _by_kernel, _abstract_eval, _over_devices
 )
 tangent_p = Primitive("jaxgemm_norm_tangent")

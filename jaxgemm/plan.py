@@ -177,14 +177,13 @@ def summed(problem: Problem, device: Device | None) -> Plan | None:
   plan = make_plan(problem, device)
   if plan.kernel == "xla":
     return None
-  first = dataclasses.replace(problem, k=problem.k // problem.terms, terms=1)
-  epilogue = dataclasses.replace(
-      problem.epilogue, beta=1.0, c_dtype=problem.out_dtype
+  epilogue = dataclasses.replace(problem.epilogue, beta=1.0, c_dtype=problem.out_dtype)
+  further = dataclasses.replace(problem.term, epilogue=epilogue)
+  within_us, first_us, further_us = (
+      candidates(each, device)[0].time_us for each in (problem, problem.term, further)
   )
-  further = dataclasses.replace(first, epilogue=epilogue)
-  within, *_ = candidates(problem, device)
-  apart_us, more_us = (candidates(each, device)[0].time_us for each in (first, further))
-  return plan if within.time_us < apart_us + (problem.terms - 1) * more_us else None
+  apart_us = first_us + (problem.terms - 1) * further_us
+  return plan if within_us < apart_us else None
 
 
 def _invariant(

@@ -193,6 +193,11 @@ class Problem:
     epilogue = dataclasses.replace(product.epilogue, alpha=1.0, beta=0.0, c_dtype=None)
     return dataclasses.replace(product, epilogue=epilogue)
 
+  @property
+  def term(self) -> Problem:
+    """The first of the products that are added up, by itself."""
+    return dataclasses.replace(self, k=self.k // self.terms, terms=1)
+
   # A plan asks for these hundreds of times.
 
   @functools.cached_property

@@ -36,14 +36,13 @@ CONFIGS = {
 
 def operands(problem, seed=0):
   """lhs and rhs, each the arrays of all terms."""
-  rng, k = np.random.default_rng(seed), problem.k // problem.terms
-  term = dataclasses.replace(problem, k=k)
+  rng = np.random.default_rng(seed)
   return tuple(
       tuple(
           jnp.asarray(rng.standard_normal(shape), problem.dtype)
           for _ in range(problem.terms)
       )
-      for shape in (term.lhs_shape, term.rhs_shape)
+      for shape in (problem.term.lhs_shape, problem.term.rhs_shape)
   )
 
 
