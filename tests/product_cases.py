@@ -62,3 +62,17 @@ def assert_close(result, truth, dtype):
   assert result.dtype == dtype
   bound = {"float32": 2e-6, "bfloat16": 4e-3, "float16": 5e-4}[jnp.dtype(dtype).name]
   assert reference.relative_error(result, truth) <= bound
+
+
+def in_float64(function, *trees):
+  """The result for the same operands in float64."""
+  with jax.enable_x64(True):
+    wide = jax.tree.map(lambda x: jnp.asarray(np.asarray(x, np.float64)), trees)
+    return jax.tree.map(np.asarray, function(*wide))
+
+
+def assert_as_good(found, wanted, truth):
+  """No array is more than twice as far off the truth as the one that is wanted."""
+  for a, b, exact in zip(*map(jax.tree.leaves, (found, wanted, truth)), strict=True):
+    error, baseline = (reference.relative_error(x, exact) for x in (a, b))
+    assert error <= 2 * baseline

@@ -21,7 +21,7 @@ from jaxgemm.layouts import ShardedArray
 from pallas_kernels import compat
 from pallas_kernels import norm_gradients as kernel
 from pallas_kernels.norm_gradients import NormGradients
-from tests.product_cases import count_primitives, normal
+from tests.product_cases import assert_as_good, count_primitives, in_float64, normal
 
 EPS = 1e-2
 
@@ -40,7 +40,9 @@ def truth_of(x, weights, dy, plus):
     return np.asarray(dx + plus), np.asarray(dw)
 
 
-def check(facts, run, weights_dtype="bfloat16"):
+def check(facts, run, weights_dtype="bfloat16", least=1e-7):
+  """At most twice the rounding of dx, and the error of XLA's dw in float32, or `least`.
+  """
   rng = np.random.default_rng(0)
   draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), facts.dtype)
   x, dy, plus = (draw(facts.rows, facts.cols) for _ in range(3))
@@ -51,7 +53,10 @@ def check(facts, run, weights_dtype="bfloat16"):
   rounded = np.asarray(jnp.asarray(of_dx, facts.dtype), np.float64)
   rounding = reference.relative_error(rounded, of_dx)
   assert reference.relative_error(dx, of_dx) <= 2 * rounding
-  assert reference.relative_error(dw, of_dw) < 1e-6
+  wide = (v.astype("float32") for v in (3 * x, weights))
+  _, baseline = jax.vjp(normalised, *wide)[1](dy.astype("float32"))
+  limit = max(2 * reference.relative_error(baseline, of_dw), least)
+  assert reference.relative_error(dw, of_dw) <= limit
 
 
 @pytest.mark.parametrize(
@@ -82,7 +87,8 @@ def test_values_on_the_chip():
     for dtype in ("bfloat16", "float16"):
       facts = NormGradients(rows, cols, dtype, EPS)
       launch = functools.partial(kernel.launch, facts=facts, num_sms=num_sms)
-      check(facts, jax.jit(launch))
+      # A CTA adds up 31 rows one by one: 2**-24 times the root of that, about.
+      check(facts, jax.jit(launch), least=5e-7)
 
 
 def test_lowers_for_cuda():
@@ -166,10 +172,9 @@ PLAIN = {
 }
 
 
-def assert_close(found, wanted):
-  """Of float32."""
-  for a, b in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
-    np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4)
+def assert_as(found, plain, *operands):
+  """As good as plain layers' result for the operands."""
+  assert_as_good(found, plain(*operands), in_float64(plain, *operands))
 
 
 def loss(layers, name):
@@ -187,25 +192,24 @@ def test_gradients_and_tangents(name, rng):
   v, dots = operands(rng), operands(rng)
   ours, theirs = loss(OURS, name), loss(PLAIN, name)
   many = {key: jnp.stack([x, 2 * x]) for key, x in v.items()}
-  for of, operand in (
-      (jax.grad, v), (lambda f: lambda v: jax.jvp(f, (v,), (dots,))[1], v),
-      (lambda f: lambda v: jax.jvp(jax.grad(f), (v,), (dots,))[1], v),
+  tangent = lambda f: lambda v, dots: jax.jvp(f, (v,), (dots,))[1]
+  for of, *at in (
+      (jax.grad, v), (tangent, v, dots), (lambda f: tangent(jax.grad(f)), v, dots),
       (lambda f: jax.vmap(jax.grad(f)), many),
   ):
-    assert_close(of(ours)(operand), of(theirs)(operand))
+    assert_as(of(ours)(*at), of(theirs), *at)
   counts = count_primitives(jax.grad(ours), v)
   assert counts["jaxgemm_norm_gradients"] == 1
   # Under vmap x has further rows, and the weights one gradient.
   batched = lambda f: lambda v: jnp.sum(
       jax.vmap(lambda x: f(v | {"x": x}))(jnp.stack([v["x"], 2 * v["x"]]))
   )
-  assert_close(jax.grad(batched(ours))(v), jax.grad(batched(theirs))(v))
+  assert_as(jax.grad(batched(ours))(v), jax.grad(batched(theirs)), v)
   counts = count_primitives(jax.grad(batched(ours)), v)
   assert counts["jaxgemm_norm_gradients"] == 1
   for key in ("x", "weights"):
     some = lambda x, key=key: ours(v | {key: x})
-    wanted = jax.grad(lambda x, key=key: theirs(v | {key: x}))(v[key])
-    assert_close(jax.grad(some)(v[key]), wanted)
+    assert_as(jax.grad(some)(v[key]), lambda v, key=key: jax.grad(theirs)(v)[key], v)
     assert count_primitives(jax.grad(some), v[key])["jaxgemm_norm_gradients"] == (
         key == "x"
     )
@@ -230,7 +234,7 @@ def test_only_where_the_residual_is_x(rng):
   )
   assert not count_primitives(jax.grad(alone), v)["jaxgemm_norm_gradients"]
   wanted = lambda v: jnp.sum(normalised(v["x"], v["weights"]) @ v["w"])
-  assert_close(jax.grad(alone)(v), jax.grad(wanted)(v))
+  assert_as(jax.grad(alone)(v), jax.grad(wanted), v)
 
 
 def test_a_factor_that_is_an_array(rng):
@@ -247,7 +251,7 @@ def test_a_factor_that_is_an_array(rng):
     y = normalised(x, v["weights"]) @ v["square"] * v["square"][0, 0]
     return jnp.sum(jnp.sin(y) + jnp.sin(x))
 
-  assert_close(jax.grad(run, (0, 1))(v, v["x"]), jax.grad(plain, (0, 1))(v, v["x"]))
+  assert_as(jax.grad(run, (0, 1))(v, v["x"]), jax.grad(plain, (0, 1)), v, v["x"])
   counts = count_primitives(jax.grad(run, (0, 1)), v, v["x"])
   assert counts["jaxgemm_norm_gradients"] == 1
 
@@ -333,8 +337,7 @@ def test_shards(spec, rng):
     step = jax.jit(jax.grad(loss(OURS, "attention"))).lower(placed).compile()
   if spec[2:] != ("a",):
     assert not [kind for kind, _ in collectives(step.as_text()) if "gather" in kind]
-  wanted = jax.grad(loss(PLAIN, "attention"))(v)
-  assert_close(step(placed), wanted)
+  assert_as(step(placed), jax.grad(loss(PLAIN, "attention")), v)
 
 
 def test_rows_that_devices_share_unevenly_lie_whole():
@@ -353,7 +356,7 @@ def test_in_a_shard_map(rng):
       out_specs=P("d"),
   )
   ours = jax.jit(jax.grad(lambda v: jnp.sum(jnp.sin(run(v)))))(v)
-  assert_close(ours, jax.grad(loss(PLAIN, "gated_mlp"))(v))
+  assert_as(ours, jax.grad(loss(PLAIN, "gated_mlp")), v)
 
 
 def test_explicit_axes(rng):
@@ -365,4 +368,4 @@ def test_explicit_axes(rng):
         for key, x in v.items()
     }
     ours = jax.jit(jax.grad(loss(OURS, "mlp")))(placed)
-  assert_close(ours, jax.grad(loss(PLAIN, "mlp"))(v))
+  assert_as(ours, jax.grad(loss(PLAIN, "mlp")), v)

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 import jaxgemm
-from jaxgemm import operand_passes, plan, reference
+from jaxgemm import operand_passes, plan
 from jaxgemm.device import known_device
 from pallas_kernels import fragments, norms, persistent
 from pallas_kernels.problem import Epilogue
 from tests import gpu_cases, kernel_cases
 from tests.kernel_cases import check, lowered, make_problem, small_config
-from tests.product_cases import count_primitives, normal
+from tests.product_cases import assert_as_good, count_primitives, in_float64, normal
 
 H200 = known_device("NVIDIA H200")
 FIELDS = dict(tile_m=64, tile_n=64, consumers=1)
@@ -181,20 +181,6 @@ def both(name, v):
   """The layer of a norm, and of what is normalised."""
   layer, norm = LAYERS[name], norm_of(v)
   return layer(v, v["x"], norm=norm), layer(v, norm(v["x"]))
-
-
-def in_float64(function, *trees):
-  """The result for the same operands in float64."""
-  with jax.enable_x64(True):
-    wide = jax.tree.map(lambda x: jnp.asarray(np.asarray(x, np.float64)), trees)
-    return jax.tree.map(np.asarray, function(*wide))
-
-
-def assert_as_good(found, wanted, truth):
-  """No array is more than twice as far off as that of normalised rows."""
-  for a, b, exact in zip(*map(jax.tree.leaves, (found, wanted, truth)), strict=True):
-    error, baseline = (reference.relative_error(x, exact) for x in (a, b))
-    assert error <= 2 * baseline
 
 
 @pytest.mark.parametrize("name", LAYERS)
