@@ -58,9 +58,9 @@ SURVIVORS = dict.fromkeys(
         "grouped_k._sum.multiply.wgmma_wait", "grouped_k._sum.wgmma_wait",
         "lhs_registers.load.wgmma_wait",
         "pipelined.launch._kernel._multiply.wgmma_wait",
-        "ring.Ring.begin.wgmma_wait",
-        "ring.Ring.consume.multiply.wgmma_wait", "ring.Ring.consume_step.wgmma_wait",
-        "ring.Ring.finish.wgmma_wait", "ring.Ring.consume_parts.wgmma_wait",
+        "ring_reads.begin.wgmma_wait",
+        "ring_reads.consume.multiply.wgmma_wait", "ring_reads.consume_step.wgmma_wait",
+        "ring_reads.finish.wgmma_wait", "ring_reads.consume_parts.wgmma_wait",
     ),
     _WGMMA,
 ) | dict.fromkeys(
@@ -72,9 +72,9 @@ SURVIVORS = dict.fromkeys(
     _REGISTERS,
 ) | dict.fromkeys(
     (
-        "ring.Ring._consume_fragments.load.barrier_wait",
-        "ring.Ring._consume_fragments.multiply.wgmma_wait",
-        "ring.Ring._consume_fragments.multiply.barrier_arrive",
+        "ring_reads._consume_fragments.load.barrier_wait",
+        "ring_reads._consume_fragments.multiply.wgmma_wait",
+        "ring_reads._consume_fragments.multiply.barrier_arrive",
     ),
     _SKEWED,
 ) | {

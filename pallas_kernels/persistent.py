@@ -51,6 +51,7 @@ from pallas_kernels import (
   halves,
   norms,
   parts,
+  ring_reads,
   roles,
   specialised,
   tiles,
@@ -232,32 +233,32 @@ def run(
         )
 
         def multiply(acc, first, count):
-          ring.consume(
-              acc, refs, first_step=local * k_steps + first, num_steps=count,
+          ring_reads.consume(
+              ring, acc, refs, first_step=local * k_steps + first, num_steps=count,
               tile=(of_batch, m, first_k), **starts,
           )
 
         def multiply_group(acc, k_step, index):
-          ring.consume_parts(
-              acc, refs, step=local * k_steps + k_step,
+          ring_reads.consume_parts(
+              ring, acc, refs, step=local * k_steps + k_step,
               pairs=split.groups[index].pairs, is_first=index == 0,
               is_last=index == len(split.groups) - 1, **starts,
           )
 
         def multiply_groups(accs, groups, k_step, in_flight):
-          ring.consume_step(
-              accs, refs, step=local * k_steps + k_step, is_first=k_step == 0,
+          ring_reads.consume_step(
+              ring, accs, refs, step=local * k_steps + k_step, is_first=k_step == 0,
               groups=groups, in_flight=in_flight, **starts,
           )
 
         def begin(slot, *, is_first):
-          return ring.begin(
-              refs, slot, first_step=local * k_steps, shape=wg_tile_shape,
+          return ring_reads.begin(
+              ring, refs, slot, first_step=local * k_steps, shape=wg_tile_shape,
               is_first=is_first, m=m, n=n, **starts,
           )
 
         def finish():
-          ring.finish(refs, step=local * k_steps + k_steps - 1)
+          ring_reads.finish(ring, refs, step=local * k_steps + k_steps - 1)
 
         if ring.factors is not None:
           acc = accumulate.sum_of_blocks(
@@ -313,9 +314,8 @@ def run(
 
     def _normalise():
       ring.norm.begin(refs)
-      lax.fori_loop(
-          jnp.int32(0), count, lambda local, _: ring.normalise(refs, local=local), None
-      )
+      normalise = lambda local, _: ring_reads.normalise(ring, refs, local=local)
+      lax.fori_loop(jnp.int32(0), count, normalise, None)
       ring.norm.finish(refs, count)
 
     roles.specialise(

@@ -1,4 +1,4 @@
-"""The ring of shared-memory slots, as warp-specialised kernels turn it.
+"""The ring of shared-memory slots: whose they are, and how producers fill them.
 
 Roles and barriers, for a ring of S slots:
 
@@ -6,7 +6,8 @@ Roles and barriers, for a ring of S slots:
   full[t,s]    the TMA copies, what registers loaded    consumers, before wgmma
   empty[t,s]   each consumer, one step after its wgmma  the producer, before TMA
 
-A warpgroup that normalises lhs stands between the two: see `norms`.
+What becomes of full slots: see `ring_reads`. A warpgroup that normalises lhs stands
+between the two: see `norms`.
 
 Steps are numbered without a break over all tiles of a CTA (step = local tile *
 k_steps + k step), so the producer loads the next tile while the consumers still
@@ -37,13 +38,10 @@ from pallas_kernels import (
   operand_tiles,
   register_loads,
   run_loads,
-  slot_products,
   tiles,
 )
 from pallas_kernels.configs import ALONG_M, ALONG_N
 
-# Of slots: two are held then. 50257x768x8192 TN took 1174 us with three, 900 without.
-_ENOUGH_TO_LOAD_AHEAD = 4
 Ref = Any
 
 
@@ -139,7 +137,7 @@ class Ring:
         self.num_stages, self.k_steps, k_major=self.lhs.stays
     )
 
-  def _lhs_slot(self, first_step):
+  def lhs_slot(self, first_step):
     """The slot of an lhs that stays for all k tiles from `first_step` on."""
     local = lax.div(jnp.int32(first_step), jnp.int32(self.k_steps))
     return lax.rem(local, jnp.int32(self._num_lhs_slots))
@@ -148,11 +146,12 @@ class Ring:
     """The slot of a step, counted over all tiles."""
     return lax.rem(step, jnp.int32(self.num_stages))
 
-  def _after(self, slot, steps: int = 1):
+  def after(self, slot, steps: int = 1):
     """The slot so many steps later."""
     return tiles.wrapped(slot + steps, self.num_stages)
 
-  def _team(self, step):
+  def team(self, step):
+    """The team of a step."""
     if self.teams == 1:
       return 0
     return lax.rem(lax.div(step, jnp.int32(self.k_steps)), jnp.int32(self.teams))
@@ -163,7 +162,7 @@ class Ring:
       return None
     turn = self.teams * self.k_steps
     step = step + (-self.num_stages % turn)  # Not negative, and of the same place.
-    return _Read(lax.rem(step, jnp.int32(self.k_steps)), self._team(step))
+    return _Read(lax.rem(step, jnp.int32(self.k_steps)), self.team(step))
 
   def _read_after(self, read: _Read | None) -> _Read | None:
     """The same one step later; several producers have one team."""
@@ -173,9 +172,9 @@ class Ring:
     team = tiles.wrapped(read.team + 1, self.teams)
     return _Read(k_step, lax.select(k_step == 0, team, read.team))
 
-  def _barrier(self, barriers: Ref, step) -> Ref:
+  def barrier(self, barriers: Ref, step) -> Ref:
     """The one of `barriers` that belongs to the slot and the team of `step`."""
-    return barriers.at[self.slot_of(step) + self._team(step) * self.num_stages]
+    return barriers.at[self.slot_of(step) + self.team(step) * self.num_stages]
 
   def produce(self, lhs_gmem, rhs_gmem, refs, *, producer, local, batch, m, n, k):
     """Loads the share of one producer of the `local`-th tile of this CTA.
@@ -186,8 +185,8 @@ class Ring:
     tile_k, turns = self.lhs.tile_k, jnp.int32(self.num_producers)
     first_step = local * self.k_steps
     first = lax.rem(producer - lax.rem(first_step, turns) + turns, turns)
-    barriers = self._team(first_step) * self.num_stages
-    kept = self._lhs_slot(first_step) if self.lhs.stays else None
+    barriers = self.team(first_step) * self.num_stages
+    kept = self.lhs_slot(first_step) if self.lhs.stays else None
 
     def load(turn, places, arrays, first_k, depth=None):
       slot, read = places
@@ -201,7 +200,7 @@ class Ring:
       at = dict(batch=batch, m=m, n=n, k=first_k + i * tile_k)
       full = refs["full"].at[slot + barriers]
       self.fill(*arrays, refs, slot, full, kept=kept, depth=depth, **at)
-      return self._after(slot, self.num_producers), self._read_after(read)
+      return self.after(slot, self.num_producers), self._read_after(read)
 
     count = lax.div(self.k_steps - first + turns - 1, turns)
     step = first_step + first
@@ -258,206 +257,6 @@ class Ring:
       plgpu.commit_smem()
       plgpu.barrier_arrive(full)
 
-  def consume(
-      self, acc, refs, *, first_step, num_steps, lhs_start, rhs_start,
-      tile=(0, 0, 0),
-  ):
-    """acc += the product of `num_steps` slots; one slot's wgmma stays in flight.
-
-    This warpgroup's share of them begins at `lhs_start` and `rhs_start`. They are of
-    the tile that begins at `tile`, (batch, m, k); with `last_depth` all of them.
-    """
-    if self.lhs.in_registers:
-      self._consume_fragments(
-          acc, refs, first_step=first_step, num_steps=num_steps, start=lhs_start,
-          tile=tile,
-      )
-      return
-    slots = refs["lhs_slots"], refs["rhs_slots"]
-    full = refs["full" if self.norm is None else "ready"]
-    barriers = self._team(first_step) * self.num_stages
-
-    def multiply(i, places, depth=None):
-      slot, last = places
-      plgpu.barrier_wait(full.at[slot + barriers])
-      groups = slot_products.multiply(
-          acc, self.prepared, slots, slot, lhs_start=lhs_start, rhs_start=rhs_start,
-          depth=depth,
-      )
-      plgpu.wgmma_wait(groups)
-
-      @pl.when(i > 0)
-      def _free_the_last_slot():
-        plgpu.barrier_arrive(refs["empty"].at[last + barriers])
-
-      return self._after(slot), slot
-
-    first = self.slot_of(jnp.int32(first_step))
-    count = jnp.int32(num_steps - 1 if self.last_depth else num_steps)
-    places = lax.fori_loop(jnp.int32(0), count, multiply, (first, first))
-    if self.last_depth:
-      multiply(count, places, self.last_depth)
-    self.finish(refs, step=first_step + num_steps - 1)
-
-  def normalise(self, refs, *, local) -> None:
-    """The work of the warpgroup that `norm` wants, of the `local`-th tile of this CTA."""
-    at_once = min(norms.at_once(self.num_stages), self.k_steps)
-
-    def weigh(first, places, count):
-      slot, squares = places
-      slots, found = [self._after(slot, i) for i in range(count)], []
-      for place in slots:
-        plgpu.barrier_wait(refs["full"].at[place])
-        found.append(self.lhs.stored(refs["lhs_slots"], place, 0, self.lhs.tile_mn))
-      squares = self.norm.weigh(found, refs, first * self.lhs.tile_k, squares)
-      plgpu.commit_smem()
-      for place in slots:
-        plgpu.barrier_arrive(refs["ready"].at[place])
-      return self._after(slot, count), squares
-
-    turns, rest = divmod(self.k_steps, at_once)
-    places = lax.fori_loop(
-        jnp.int32(0), jnp.int32(turns),
-        lambda turn, places: weigh(turn * at_once, places, at_once),
-        (self.slot_of(local * self.k_steps), self.norm.no_squares()),
-    )
-    if rest:
-      places = weigh(jnp.int32(turns * at_once), places, rest)
-    self.norm.hand_over(refs, places[1], local)
-
-  def _consume_fragments(self, acc, refs, *, first_step, num_steps, start, tile):
-    """The same, of lhs that goes through registers.
-
-    With enough slots the loads of the next are on their way before a slot's wgmma
-    begin. While these are in flight loads gained nothing: the tensor cores' own reads of
-    shared memory, and TMA, are in their way.
-    """
-
-    barriers, (batch, m, k) = self._team(first_step) * self.num_stages, tile
-    kept = self._lhs_slot(first_step) if self.lhs.stays else None
-    first_of_tile = lax.rem(jnp.int32(first_step), jnp.int32(self.k_steps))
-
-    def load(slot, i):
-      plgpu.barrier_wait(refs["full"].at[slot + barriers])
-      return self.lhs.load_fragments(
-          refs["lhs_slots"], kept if self.lhs.stays else slot, start, acc.shape[0],
-          batch=batch, mn=m, k=k, step=first_of_tile + i,
-      )
-
-    def multiply(slot, loaded, following=None):
-      lhs = self.lhs.fragments(loaded)
-      loaded = None if following is None else load(*following)
-      slot_products.multiply_fragments(acc, lhs, self.prepared, refs["rhs_slots"], slot)
-      plgpu.wgmma_wait(0)
-      plgpu.barrier_arrive(refs["empty"].at[slot + barriers])
-      return loaded
-
-    def alone(i, slot):
-      multiply(slot, load(slot, i))
-      return self._after(slot)
-
-    def ahead(i, places):
-      slot, loaded = places
-      following = self._after(slot)
-      return following, multiply(slot, loaded, (following, i + 1))
-
-    first, zero = self.slot_of(jnp.int32(first_step)), jnp.int32(0)
-    if self.num_stages < _ENOUGH_TO_LOAD_AHEAD:
-      lax.fori_loop(zero, jnp.int32(num_steps), alone, first)
-      return
-    places = lax.fori_loop(
-        zero, jnp.int32(num_steps) - 1, ahead, (first, load(first, zero))
-    )
-    multiply(*places)
-
-  def consume_step(
-      self, accs, refs, *, step, is_first, groups, in_flight, lhs_start, rhs_start
-  ):
-    """Each of `accs` += the products of parts of its group, of one slot; see `parts`.
-
-    The wgmma of the last `in_flight` groups stay in flight; those of the step before,
-    but for the first, have come to their end. After the last step: `finish`.
-    """
-    slots, issued = (refs["lhs_slots"], refs["rhs_slots"]), []
-    plgpu.barrier_wait(self._barrier(refs["full"], step))
-    lhs_parts = None
-    if self.splits_lhs:
-      lhs_parts = lhs_registers.load(
-          self.lhs, refs, self.slot_of(step), lhs_start,
-          wg=lax.div(lhs_start, jnp.int32(lhs_registers.ROWS)),
-          turn=lax.rem(step, jnp.int32(2)),
-      )
-    for acc, group in zip(accs, groups, strict=True):
-      for pair in group.pairs:
-        if lhs_parts is None:
-          count = slot_products.multiply(
-              acc, self.prepared, slots, self.slot_of(step), lhs_start=lhs_start,
-              rhs_start=rhs_start, parts=pair,
-          )
-        else:
-          count, (part, other) = 1, pair
-          slot = self.slot_of(step)
-          rhs = self.rhs.view(slots[1], slot, rhs_start, acc.shape[1], other)
-          plgpu.wgmma(acc, lhs_parts[part], rhs)
-        issued.append(count)
-    late = sum(len(group.pairs) for group in groups[len(groups) - in_flight :])
-    plgpu.wgmma_wait(sum(issued[len(issued) - late :]))
-
-    @pl.when(jnp.logical_not(is_first))
-    def _free_the_last_slot():
-      plgpu.barrier_arrive(self._barrier(refs["empty"], step - 1))
-
-  def begin(
-      self, refs, slot, *, first_step, shape, is_first, lhs_start, rhs_start, m, n
-  ):
-    """The next slot, and the sums [rows, cols] of this one with their factors.
-
-    The sums are in flight, those of the slot before are not any more. The first slot of
-    the tile at (m, n), which begins with `first_step`, is that of `slot_of`; after the
-    last: `finish`.
-    """
-    barriers = self._team(first_step) * self.num_stages
-    plgpu.barrier_wait(refs["full"].at[slot + barriers])
-    factors = self.factors.read(
-        refs, slot, m=m, n=n, row=lhs_start, col=rhs_start, rows=shape[0]
-    )
-    if self.lhs.emulated:  # Which knows barriers as no fence between reads and TMA.
-      plgpu.commit_smem()
-    if not is_first:
-      plgpu.wgmma_wait(0)
-    sums = slot_products.product(
-        self.prepared, (refs["lhs_slots"], refs["rhs_slots"]), slot, shape,
-        lhs_start=lhs_start, rhs_start=rhs_start,
-    )
-    if not is_first:
-      last = lax.select(slot == 0, jnp.int32(self.num_stages), slot) - 1
-      plgpu.barrier_arrive(refs["empty"].at[last + barriers])
-    return self._after(slot), sums, factors
-
-  def finish(self, refs, *, step):
-    """Waits for all wgmma, the last of which read the slot of `step`."""
-    plgpu.wgmma_wait(0)
-    plgpu.barrier_arrive(self._barrier(refs["empty"], step))
-
-  def consume_parts(
-      self, acc, refs, *, step, pairs, is_first, is_last, lhs_start, rhs_start
-  ):
-    """acc += the products of some pairs of parts of one slot; see `parts`.
-
-    The first of a slot's calls waits until it is full, the last lets it go.
-    """
-    if is_first:
-      plgpu.barrier_wait(self._barrier(refs["full"], step))
-    slots = refs["lhs_slots"], refs["rhs_slots"]
-    for pair in pairs:
-      slot_products.multiply(
-          acc, self.prepared, slots, self.slot_of(step), lhs_start=lhs_start,
-          rhs_start=rhs_start, parts=pair,
-      )
-    plgpu.wgmma_wait(0)
-    if is_last:
-      plgpu.barrier_arrive(self._barrier(refs["empty"], step))
-
   def drain(self, refs, *, producer, total_steps):
     """A producer's last act: waits until every slot that it filled has been read.
 
@@ -470,6 +269,6 @@ class Ring:
 
       @pl.when(lax.rem(step, jnp.int32(self.num_producers)) == producer)
       def _wait():
-        plgpu.barrier_wait(self._barrier(refs["empty"], step))
+        plgpu.barrier_wait(self.barrier(refs["empty"], step))
 
     lax.fori_loop(jnp.int32(0), pending, wait, None)

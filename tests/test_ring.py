@@ -34,7 +34,7 @@ def test_slots_follow_each_other(num_stages, producers):
     slot = ring.slot_of(jnp.int32(producer))
     for step in range(producer, 3 * num_stages, producers):
       assert int(slot) == step % num_stages
-      slot = ring._after(slot, producers)
+      slot = ring.after(slot, producers)
 
 
 @pytest.mark.parametrize("num_stages", [2, 4, 7])
@@ -51,12 +51,12 @@ def test_the_step_that_had_the_slot_before(num_stages, k_steps):
         tile, k_step = divmod(before, k_steps)
         assert (int(read.k_step), int(read.team)) == (k_step, tile % 2)
       read = ring._read_after(read)
-    assert int(ring._team(jnp.int32(first))) == local % 2
+    assert int(ring.team(jnp.int32(first))) == local % 2
 
 
 def test_one_team_is_not_looked_for():
   ring = make_ring(4, k_steps=3)
-  assert ring._team(jnp.int32(7)) == 0
+  assert ring.team(jnp.int32(7)) == 0
   assert ring._read_after(ring._read_before(jnp.int32(7))) is None
 
 

@@ -30,7 +30,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import accumulate, calls, compat, roles, specialised, staging, tiles
+from pallas_kernels import (
+  accumulate,
+  calls,
+  compat,
+  ring_reads,
+  roles,
+  specialised,
+  staging,
+  tiles,
+)
 from pallas_kernels import epilogue as epilogues
 from pallas_kernels import ring as rings
 from pallas_kernels.configs import PersistentConfig
@@ -171,8 +180,8 @@ def _multiply(operands, problem, config, units, interpret) -> tuple[jax.Array, j
         _, m, n = grid.locate(tile)
 
         def multiply(acc, *_):
-          ring.consume(
-              acc, refs, first_step=begin - first, num_steps=end - begin,
+          ring_reads.consume(
+              ring, acc, refs, first_step=begin - first, num_steps=end - begin,
               lhs_start=row, rhs_start=0,
           )
 

@@ -1,0 +1,229 @@
+"""What becomes of the ring's slots: products, by its consumers, or normalised rows.
+
+A consumer waits for a slot, multiplies out of it, and lets it go when its wgmma have come
+to their end. It does so in one of four ways: slot after slot (`consume`), part by part of
+the operands (`consume_parts`; `consume_step` while it adds up the parts before), or each
+slot into sums of its own, which factors of blocks wait for (`begin`). Between loads and
+consumers a warpgroup of its own may normalise lhs (`normalise`). Barriers: see `ring`.
+"""
+
+from __future__ import annotations
+
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from pallas_kernels import lhs_registers, norms, slot_products
+from pallas_kernels.ring import Ring
+
+# Of slots: two are held then. 50257x768x8192 TN took 1174 us with three, 900 without.
+_ENOUGH_TO_LOAD_AHEAD = 4
+
+
+def consume(
+    ring: Ring, acc, refs, *, first_step, num_steps, lhs_start, rhs_start,
+    tile=(0, 0, 0),
+):
+  """acc += the product of `num_steps` slots; one slot's wgmma stays in flight.
+
+  This warpgroup's share of them begins at `lhs_start` and `rhs_start`. They are of
+  the tile that begins at `tile`, (batch, m, k); with `last_depth` all of them.
+  """
+  if ring.lhs.in_registers:
+    _consume_fragments(
+        ring, acc, refs, first_step=first_step, num_steps=num_steps, start=lhs_start,
+        tile=tile,
+    )
+    return
+  slots = refs["lhs_slots"], refs["rhs_slots"]
+  full = refs["full" if ring.norm is None else "ready"]
+  barriers = ring.team(first_step) * ring.num_stages
+
+  def multiply(i, places, depth=None):
+    slot, last = places
+    plgpu.barrier_wait(full.at[slot + barriers])
+    groups = slot_products.multiply(
+        acc, ring.prepared, slots, slot, lhs_start=lhs_start, rhs_start=rhs_start,
+        depth=depth,
+    )
+    plgpu.wgmma_wait(groups)
+
+    @pl.when(i > 0)
+    def _free_the_last_slot():
+      plgpu.barrier_arrive(refs["empty"].at[last + barriers])
+
+    return ring.after(slot), slot
+
+  first = ring.slot_of(jnp.int32(first_step))
+  count = jnp.int32(num_steps - 1 if ring.last_depth else num_steps)
+  places = lax.fori_loop(jnp.int32(0), count, multiply, (first, first))
+  if ring.last_depth:
+    multiply(count, places, ring.last_depth)
+  finish(ring, refs, step=first_step + num_steps - 1)
+
+
+def _consume_fragments(
+    ring: Ring, acc, refs, *, first_step, num_steps, start, tile
+):
+  """The same, of lhs that goes through registers.
+
+  With enough slots the loads of the next are on their way before a slot's wgmma
+  begin. While these are in flight loads gained nothing: the tensor cores' own reads of
+  shared memory, and TMA, are in their way.
+  """
+  barriers, (batch, m, k) = ring.team(first_step) * ring.num_stages, tile
+  kept = ring.lhs_slot(first_step) if ring.lhs.stays else None
+  first_of_tile = lax.rem(jnp.int32(first_step), jnp.int32(ring.k_steps))
+
+  def load(slot, i):
+    plgpu.barrier_wait(refs["full"].at[slot + barriers])
+    return ring.lhs.load_fragments(
+        refs["lhs_slots"], kept if ring.lhs.stays else slot, start, acc.shape[0],
+        batch=batch, mn=m, k=k, step=first_of_tile + i,
+    )
+
+  def multiply(slot, loaded, following=None):
+    lhs = ring.lhs.fragments(loaded)
+    loaded = None if following is None else load(*following)
+    slot_products.multiply_fragments(acc, lhs, ring.prepared, refs["rhs_slots"], slot)
+    plgpu.wgmma_wait(0)
+    plgpu.barrier_arrive(refs["empty"].at[slot + barriers])
+    return loaded
+
+  def alone(i, slot):
+    multiply(slot, load(slot, i))
+    return ring.after(slot)
+
+  def ahead(i, places):
+    slot, loaded = places
+    following = ring.after(slot)
+    return following, multiply(slot, loaded, (following, i + 1))
+
+  first, zero = ring.slot_of(jnp.int32(first_step)), jnp.int32(0)
+  if ring.num_stages < _ENOUGH_TO_LOAD_AHEAD:
+    lax.fori_loop(zero, jnp.int32(num_steps), alone, first)
+    return
+  places = lax.fori_loop(
+      zero, jnp.int32(num_steps) - 1, ahead, (first, load(first, zero))
+  )
+  multiply(*places)
+
+
+def consume_step(
+    ring: Ring, accs, refs, *, step, is_first, groups, in_flight, lhs_start, rhs_start
+):
+  """Each of `accs` += the products of parts of its group, of one slot; see `parts`.
+
+  The wgmma of the last `in_flight` groups stay in flight; those of the step before,
+  but for the first, have come to their end. After the last step: `finish`.
+  """
+  slots, issued = (refs["lhs_slots"], refs["rhs_slots"]), []
+  plgpu.barrier_wait(ring.barrier(refs["full"], step))
+  lhs_parts = None
+  if ring.splits_lhs:
+    lhs_parts = lhs_registers.load(
+        ring.lhs, refs, ring.slot_of(step), lhs_start,
+        wg=lax.div(lhs_start, jnp.int32(lhs_registers.ROWS)),
+        turn=lax.rem(step, jnp.int32(2)),
+    )
+  for acc, group in zip(accs, groups, strict=True):
+    for pair in group.pairs:
+      if lhs_parts is None:
+        count = slot_products.multiply(
+            acc, ring.prepared, slots, ring.slot_of(step), lhs_start=lhs_start,
+            rhs_start=rhs_start, parts=pair,
+        )
+      else:
+        count, (part, other) = 1, pair
+        slot = ring.slot_of(step)
+        rhs = ring.rhs.view(slots[1], slot, rhs_start, acc.shape[1], other)
+        plgpu.wgmma(acc, lhs_parts[part], rhs)
+      issued.append(count)
+  late = sum(len(group.pairs) for group in groups[len(groups) - in_flight :])
+  plgpu.wgmma_wait(sum(issued[len(issued) - late :]))
+
+  @pl.when(jnp.logical_not(is_first))
+  def _free_the_last_slot():
+    plgpu.barrier_arrive(ring.barrier(refs["empty"], step - 1))
+
+
+def begin(
+    ring: Ring, refs, slot, *, first_step, shape, is_first, lhs_start, rhs_start, m, n
+):
+  """The next slot, and the sums [rows, cols] of this one with their factors.
+
+  The sums are in flight, those of the slot before are not any more. The first slot of
+  the tile at (m, n), which begins with `first_step`, is that of `slot_of`; after the
+  last: `finish`.
+  """
+  barriers = ring.team(first_step) * ring.num_stages
+  plgpu.barrier_wait(refs["full"].at[slot + barriers])
+  factors = ring.factors.read(
+      refs, slot, m=m, n=n, row=lhs_start, col=rhs_start, rows=shape[0]
+  )
+  if ring.lhs.emulated:  # Which knows barriers as no fence between reads and TMA.
+    plgpu.commit_smem()
+  if not is_first:
+    plgpu.wgmma_wait(0)
+  sums = slot_products.product(
+      ring.prepared, (refs["lhs_slots"], refs["rhs_slots"]), slot, shape,
+      lhs_start=lhs_start, rhs_start=rhs_start,
+  )
+  if not is_first:
+    last = lax.select(slot == 0, jnp.int32(ring.num_stages), slot) - 1
+    plgpu.barrier_arrive(refs["empty"].at[last + barriers])
+  return ring.after(slot), sums, factors
+
+
+def finish(ring: Ring, refs, *, step):
+  """Waits for all wgmma, the last of which read the slot of `step`."""
+  plgpu.wgmma_wait(0)
+  plgpu.barrier_arrive(ring.barrier(refs["empty"], step))
+
+
+def consume_parts(
+    ring: Ring, acc, refs, *, step, pairs, is_first, is_last, lhs_start, rhs_start
+):
+  """acc += the products of some pairs of parts of one slot; see `parts`.
+
+  The first of a slot's calls waits until it is full, the last lets it go.
+  """
+  if is_first:
+    plgpu.barrier_wait(ring.barrier(refs["full"], step))
+  slots = refs["lhs_slots"], refs["rhs_slots"]
+  for pair in pairs:
+    slot_products.multiply(
+        acc, ring.prepared, slots, ring.slot_of(step), lhs_start=lhs_start,
+        rhs_start=rhs_start, parts=pair,
+    )
+  plgpu.wgmma_wait(0)
+  if is_last:
+    plgpu.barrier_arrive(ring.barrier(refs["empty"], step))
+
+
+def normalise(ring: Ring, refs, *, local) -> None:
+  """The work of the warpgroup that `norm` wants, of the `local`-th tile of this CTA."""
+  at_once = min(norms.at_once(ring.num_stages), ring.k_steps)
+
+  def weigh(first, places, count):
+    slot, squares = places
+    slots, found = [ring.after(slot, i) for i in range(count)], []
+    for place in slots:
+      plgpu.barrier_wait(refs["full"].at[place])
+      found.append(ring.lhs.stored(refs["lhs_slots"], place, 0, ring.lhs.tile_mn))
+    squares = ring.norm.weigh(found, refs, first * ring.lhs.tile_k, squares)
+    plgpu.commit_smem()
+    for place in slots:
+      plgpu.barrier_arrive(refs["ready"].at[place])
+    return ring.after(slot, count), squares
+
+  turns, rest = divmod(ring.k_steps, at_once)
+  places = lax.fori_loop(
+      jnp.int32(0), jnp.int32(turns),
+      lambda turn, places: weigh(turn * at_once, places, at_once),
+      (ring.slot_of(local * ring.k_steps), ring.norm.no_squares()),
+  )
+  if rest:
+    places = weigh(jnp.int32(turns * at_once), places, rest)
+  ring.norm.hand_over(refs, places[1], local)
