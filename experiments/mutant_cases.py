@@ -20,7 +20,7 @@ CASES_OF = {
     "blocked": ("blocked",), "cotangents": ("cotangents",), "direct": ("direct",),
     "exchange": ("exchange", "exchange_again"), "lhs_registers": ("split_lhs",),
     "grouped_k": ("sums_of_groups",), "losses": ("losses", "losses_of_long_rows"),
-    "pipelined": ("pipelined",),
+    "norms": ("norm",), "pipelined": ("pipelined",),
 }
 REACHED = "_mutant_reached"
 _BOUND = 8e-3  # Relative to float64; what is wrong is far from it.
@@ -119,6 +119,8 @@ def cases() -> dict:
           plain, m=300, k=460, dtype="float8_e4m3fn", algorithm="e4m3_f32",
           epilogue=Epilogue(scaling="blocks")), change(small, tile_k=128, promote=1)),
       "x3": ("persistent", change(wide, algorithm="bf16_x3"), change(small, promote=0)),
+      "norm": ("persistent", change(plain, norm_eps=1e-5), change(
+          small, tile_m=64, consumers=1)),
   }
   return {name: _product(*case) for name, case in listed.items()} | {
       "cotangents": _cotangents,
@@ -154,6 +156,8 @@ def _product(kernel: str, problem, config):
           jnp.asarray(rng.uniform(0.5, 2, (1, blocks, size)), "float32")
           for size in (problem.m, cdiv(problem.n, SCALE_BLOCK))
       ]
+    if problem.norm_eps is not None:
+      others.append(draw((problem.k,), problem.dtype))
     found = compat.run_interpreted(
         lambda params: KERNELS[kernel].launch(
             (lhs, rhs, *others), problem, config, num_sms=4, interpret=params
@@ -161,6 +165,9 @@ def _product(kernel: str, problem, config):
     )
     with jax.enable_x64(True):
       wide = lambda x: x.astype("float64")
+      if problem.norm_eps is not None:
+        squares = jnp.mean(wide(lhs) ** 2, -1, keepdims=True)
+        lhs = wide(lhs) * jax.lax.rsqrt(squares + problem.norm_eps) * wide(others[-1])
       entering = [wide(lhs) @ wide(x) for x in factors]
       if epilogue.scaling == "blocks":
         rows, cols = map(wide, others)
