@@ -153,6 +153,7 @@ class Norm:
     """Hands the squares of the CTA's `local`-th tile to the consumer."""
     self.finish(refs, local)
     refs["row_squares"][...] = squares
+    plgpu.commit_smem()
     plgpu.barrier_arrive(refs["squares"])
 
   def finish(self, refs, count) -> None:
