@@ -137,6 +137,7 @@ def _product(kernel: str, problem, config):
     import numpy as np
 
     from jaxgemm import dequantise
+    from jaxgemm.rms_norm import normalised
     from pallas_kernels import KERNELS, activations, compat
     from pallas_kernels.problem import SCALE_BLOCK
     from pallas_kernels.tiles import cdiv
@@ -166,8 +167,7 @@ def _product(kernel: str, problem, config):
     with jax.enable_x64(True):
       wide = lambda x: x.astype("float64")
       if problem.norm_eps is not None:
-        squares = jnp.mean(wide(lhs) ** 2, -1, keepdims=True)
-        lhs = wide(lhs) * jax.lax.rsqrt(squares + problem.norm_eps) * wide(others[-1])
+        lhs = normalised(wide(lhs), wide(others[-1]), problem.norm_eps)
       entering = [wide(lhs) @ wide(x) for x in factors]
       if epilogue.scaling == "blocks":
         rows, cols = map(wide, others)
