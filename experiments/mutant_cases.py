@@ -120,7 +120,7 @@ def cases() -> dict:
           epilogue=Epilogue(scaling="blocks")), change(small, tile_k=128, promote=1)),
       "x3": ("persistent", change(wide, algorithm="bf16_x3"), change(small, promote=0)),
       "norm": ("persistent", change(plain, norm_eps=1e-5), change(
-          small, tile_m=64, consumers=1)),
+          small, tile_m=64, tile_n=64, num_stages=4, consumers=2, wg_dim="k")),
   }
   return {name: _product(*case) for name, case in listed.items()} | {
       "cotangents": _cotangents,

@@ -258,7 +258,8 @@ CASES: dict[str, Case] = {
     "persistent norm": _persistent(
         _with(PLAIN, m=140, norm_eps=1e-5), _one_consumer()),
     "persistent norm by two": _persistent(
-        _with(PLAIN, m=13, n=1000, norm_eps=1e-5), _one_consumer(num_stages=8)),
+        _with(PLAIN, m=13, n=1000, norm_eps=1e-5),
+        _one_consumer(tile_n=64, num_stages=8, consumers=2, wg_dim="k")),
     "persistent norm gated": _persistent(
         _with(PLAIN, m=64, norm_eps=1e-5,
               epilogue=Epilogue(activation="silu", gated=True)),

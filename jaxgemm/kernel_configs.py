@@ -47,8 +47,11 @@ _MOST_SHIFTED = 4  # k tiles that direct shifts; with six it took up to 6 times 
 _LEAST_STAGES = 4  # Where consumers split lhs: one slot is split, one multiplied.
 _LEAST_SKEWED = 9e6  # Bytes of an operand: a pass over fewer takes less.
 _LEAST_RUNS = 1e6  # The same, in tiles of whole rows.
-_MOST_NORMED = 16  # Rows of lhs, beside one rhs.
-_NORMED_STAGES = 11  # 8x6144x4096 took 14.5 us, and with nine 14.9.
+# Columns of tiles whose lhs is normalised, consumers, what they share out, and slots at
+# most: 64x6144x4096 takes 14.9 us by 12 of them, by 10 15.4; 64x14336x4096 of two rhs
+# takes 55.1 by 4, by 5 56.2.
+_NORMED = (64, 2, "k", 12), (128, 1, "m", 7)
+_NORMED_GATED = (256, 1, "m", 4), (128, 1, "m", 7)
 _MOST_CONFLICTS = 4.0  # Of runs; with 7.5 256x257x64x257 took 35 us, skewed 21.
 
 
@@ -143,19 +146,17 @@ def _converted_configs(
 
 
 def _normed_configs(problem: Problem) -> Iterator[tuple[str, Config]]:
-  """Those whose kernel normalises lhs, with as many slots as there is room for.
+  """Those whose kernel normalises lhs.
 
-  Of one rhs and more than 16 rows a k tile of 64 columns is not as long under way as
-  shared memory works on it: 64x6144x4096 takes 19.1 us, and 17.1 with a pass.
+  Where a k tile has few columns two consumers normalise in turn: see `norms`.
   """
-  gated = problem.epilogue.gated
-  if not gated and problem.m > _MOST_NORMED:
-    return
   promote = exactness.promotion(problem, tiles.cdiv(problem.k, norms.COLS))
-  for tile_n in (256, 128) if gated else (64,):
-    for num_stages in range(_NORMED_STAGES, 1, -1):
+  shapes = _NORMED_GATED if problem.epilogue.gated else _NORMED
+  for tile_n, consumers, wg_dim, most in shapes:
+    for num_stages in range(most, 1, -1):
       config = PersistentConfig(
-          norms.ROWS, tile_n, num_stages=num_stages, consumers=1, promote=promote
+          norms.ROWS, tile_n, num_stages=num_stages, consumers=consumers, wg_dim=wg_dim,
+          promote=promote,
       )
       if persistent.supports(problem, config) is None:
         yield persistent.NAME, config

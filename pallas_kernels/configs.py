@@ -73,7 +73,8 @@ class PersistentConfig:
     num_stages: slots of the shared-memory ring.
     consumers: warpgroups that multiply, 1 to 3.
     wg_dim: the dimension of the tile that consumers share out; with "tile" two of
-      them take whole tiles in turn. Three share out "m".
+      them take whole tiles in turn, and with "k", of lhs that is normalised, k tiles.
+      Three share out "m".
     cluster_m, cluster_n: CTAs of a cluster along m and n; neighbours along m
       share the rhs tile, neighbours along n the lhs tile (multicast).
     grid_minor: the dimension along which consecutive CTAs walk first.
@@ -100,7 +101,7 @@ class PersistentConfig:
   tile_k: int = 64
   num_stages: int = 4
   consumers: int = 2
-  wg_dim: Literal["m", "n", "tile"] = "m"
+  wg_dim: Literal["m", "n", "tile", "k"] = "m"
   cluster_m: int = 1
   cluster_n: int = 1
   grid_minor: Literal["m", "n"] = "m"

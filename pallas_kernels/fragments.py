@@ -70,12 +70,14 @@ def joined(
   return join(loaded)
 
 
-def of_words(found: Sequence[ir.Value], dtype, rows: int) -> mgpu.FragmentedArray:
-  """Words of two elements of `dtype` each, in the fragment's order, as [rows, 64]."""
+def of_words(
+    found: Sequence[ir.Value], dtype, rows: int, cols: int = TILE_K
+) -> mgpu.FragmentedArray:
+  """Words of two elements of `dtype` each, in the fragment's order, as [rows, cols]."""
   pair_type = ir.VectorType.get((2,), mgpu.utils.dtype_to_ir_type(jnp.dtype(dtype)))
   one = ir.VectorType.get((1,), i32_type())
   pairs = [vector.bitcast(pair_type, vector.broadcast(one, word)) for word in found]
-  return _array(pairs, rows, None)
+  return _array(pairs, rows, None, cols)
 
 
 def row_of(order: RowOrder, row: ir.Value) -> ir.Value:
@@ -133,11 +135,11 @@ def _pair(element: ir.Type, values) -> ir.Value:
 
 
 def _array(
-    registers: list[ir.Value], rows: int, is_signed: bool | None
+    registers: list[ir.Value], rows: int, is_signed: bool | None, cols: int = TILE_K
 ) -> mgpu.FragmentedArray:
   layout, found = mgpu.WGMMA_LAYOUT, np.empty((len(registers),), dtype=object)
   found[:] = registers
   return mgpu.FragmentedArray(
-      _registers=found.reshape(layout.registers_shape((rows, TILE_K))), _layout=layout,
+      _registers=found.reshape(layout.registers_shape((rows, cols))), _layout=layout,
       _is_signed=is_signed,
   )

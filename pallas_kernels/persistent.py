@@ -23,8 +23,8 @@ work while a tile is stored:
 Of operands that TMA cannot take and no pass pads (`misaligned`), three producers load
 them through registers, k tiles in turn; or TMA brings lhs all the same, skewed (see
 `skewed`), or bulk copies bring whole rows of it (see `run_loads`). lhs in 8 bits comes as
-it is, and consumers convert it (see `conversions`). One more warpgroup may normalise lhs
-in the ring (see `norms`). With clusters, two or
+it is, and consumers convert it (see `conversions`). Consumers may normalise lhs, too (see
+`norms`). With clusters, two or
 four neighbours along m share the rhs tile, and neighbours along n the lhs tile: each
 loads its part of it and multicasts it to all.
 
@@ -89,11 +89,11 @@ def make_ring(
 ) -> rings.Ring:
   teams = specialised.num_teams(config)
   return rings.Ring(
-      call.prepared, config.num_stages, config.consumers // teams, teams, k_steps,
+      call.prepared, config.num_stages, specialised.num_readers(config), teams, k_steps,
       specialised.num_producers(config),
       lhs_shared=config.cluster_n, rhs_shared=config.cluster_m,
       factors=block_scales.BlockScales.of(call.result, config), last_depth=last_depth,
-      norm=norms.of(call.result, emulated=call.interpret is not None),
+      norm=norms.of(call.result, config, emulated=call.interpret is not None),
   )
 
 
@@ -142,9 +142,9 @@ def _launch(
   operands = _apart(operands, problem)
   call = calls.make_call(
       swapped(operands, config), specialised.multiplied(problem, config), config,
-      stored_cols=specialised.stored_cols(problem, config), num_wgs=config.consumers,
-      interpret=interpret, result=problem, halves=split,
-      room=specialised.epilogue_room(problem, config),
+      stored_cols=specialised.stored_cols(problem, config),
+      num_wgs=specialised.num_storing(config), interpret=interpret, result=problem,
+      halves=split, room=specialised.epilogue_room(problem, config),
   )
   return run(
       call, specialised.multiplied(problem, config), config, name=NAME, num_sms=num_sms,
@@ -191,7 +191,6 @@ def run(
   if split is not None and not ring.lhs.emulated:
     lost = split.lost * config.tile_k * max(config.promote, 1) / 64
   teams = specialised.num_teams(config)
-  first_producer = config.consumers + (ring.norm is not None)
   grid = grid or ClusterGrid.of(
       problem, config, num_sms=num_sms, copies=copies, rounds=rounds
   )
@@ -201,7 +200,7 @@ def run(
     count = tiles_of.local_count()
 
     def _load():
-      producer = wg - first_producer
+      producer = wg - config.consumers
 
       def tile(local, _):
         place = tiles_of.locate(local)
@@ -296,6 +295,8 @@ def run(
 
       if exchange is not None:
         exchange.start(refs, wg=wg)
+      if ring.norm is not None:
+        ring.norm.begin(refs, 0)
       turns = lax.div(count - first + teams - 1, jnp.int32(teams))
       lax.fori_loop(jnp.int32(0), turns, tile, None)
       if (empty := tiles_of.empty_count()) is not None:
@@ -312,23 +313,34 @@ def run(
         lax.fori_loop(jnp.int32(0), turns, clear, None)
       epilogue.finish()
 
-    def _normalise():
-      ring.norm.begin(refs)
-      normalise = lambda local, _: ring_reads.normalise(ring, refs, local=local)
-      lax.fori_loop(jnp.int32(0), count, normalise, None)
-      ring.norm.finish(refs, count)
+    def _share_k():
+      ring.norm.begin(refs, 1)
+
+      def tile(local, _):
+        def multiply(acc, first, count):
+          ring_reads.consume(
+              ring, acc, refs, first_step=local * k_steps + first, num_steps=count,
+              lhs_start=0, rhs_start=0, reader=1,
+          )
+
+        ring.norm.hand_over(refs, accumulate.sum_over_k(
+            multiply, shape=wg_tile_shape, k_steps=k_steps, promote=config.promote,
+            dtype=problem.acc_dtype,
+        ))
+
+      lax.fori_loop(jnp.int32(0), count, tile, None)
 
     roles.specialise(
         wg, config.consumers, _load, _multiply_and_store,
+        share_k=_share_k if config.wg_dim == "k" else None,
         only_copies=config.misaligned != "loads",
-        normalise=None if ring.norm is None else _normalise,
     )
 
   scratch, workspace = ring.scratch(), {}
   if exchange is not None:
     scratch |= exchange.scratch()
     workspace = exchange.workspace(grid.num_clusters)
-  num_wgs = first_producer + specialised.num_producers(config)
+  num_wgs = config.consumers + specialised.num_producers(config)
   return call(
       _kernel, name=name, scratch=scratch, workspace=workspace, grid=grid.num_clusters,
       cluster=config.cluster_axes, num_wgs=num_wgs,
@@ -344,6 +356,6 @@ class Share(NamedTuple):
 
 def wg_share(config: PersistentConfig, wg) -> Share:
   wg_m, wg_n = specialised.wg_tile(config)
-  if config.wg_dim == "tile":
+  if config.wg_dim in ("tile", "k"):
     return Share(0, 0)
   return Share(wg * wg_m, 0) if config.wg_dim == "m" else Share(0, wg * wg_n)

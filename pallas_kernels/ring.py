@@ -6,8 +6,7 @@ Roles and barriers, for a ring of S slots:
   full[t,s]    the TMA copies, what registers loaded    consumers, before wgmma
   empty[t,s]   each consumer, one step after its wgmma  the producer, before TMA
 
-What becomes of full slots: see `ring_reads`. A warpgroup that normalises lhs stands
-between the two: see `norms`.
+What becomes of full slots: see `ring_reads`.
 
 Steps are numbered without a break over all tiles of a CTA (step = local tile *
 k_steps + k step), so the producer loads the next tile while the consumers still
@@ -68,7 +67,7 @@ class Ring:
     factors: where the product has some of blocks, which come with each k tile.
     last_depth: elements of k that are loaded and multiplied of a tile's last k tile, a
       multiple of 16; 0: all. One producer loads then.
-    norm: what a warpgroup of its own does to lhs between its load and wgmma, or None.
+    norm: what consumers do to lhs on its way to wgmma, or None.
   """
 
   prepared: operand_tiles.Prepared
@@ -115,7 +114,7 @@ class Ring:
     if self.factors is not None:
       others |= self.factors.scratch(self.num_stages)
     if self.norm is not None:
-      others |= self.norm.scratch(self.num_stages)
+      others |= self.norm.scratch()
     return others | {
         "lhs_slots": self.lhs.slots(self._num_lhs_slots),
         "rhs_slots": self.rhs.slots(self.num_stages),

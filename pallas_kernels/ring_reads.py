@@ -1,10 +1,10 @@
-"""What becomes of the ring's slots: products, by its consumers, or normalised rows.
+"""What becomes of the ring's slots: products, by its consumers.
 
 A consumer waits for a slot, multiplies out of it, and lets it go when its wgmma have come
 to their end. It does so in one of four ways: slot after slot (`consume`), part by part of
 the operands (`consume_parts`; `consume_step` while it adds up the parts before), or each
-slot into sums of its own, which factors of blocks wait for (`begin`). Between loads and
-consumers a warpgroup of its own may normalise lhs (`normalise`). Barriers: see `ring`.
+slot into sums of its own, which factors of blocks wait for (`begin`). lhs may go through
+its registers, where it may be normalised. Barriers: see `ring`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import lhs_registers, norms, slot_products
+from pallas_kernels import lhs_registers, slot_products
 from pallas_kernels.ring import Ring
 
 # Of slots: two are held then. 50257x768x8192 TN took 1174 us with three, 900 without.
@@ -23,12 +23,13 @@ _ENOUGH_TO_LOAD_AHEAD = 4
 
 def consume(
     ring: Ring, acc, refs, *, first_step, num_steps, lhs_start, rhs_start,
-    tile=(0, 0, 0),
+    tile=(0, 0, 0), reader=0,
 ):
   """acc += the product of `num_steps` slots; one slot's wgmma stays in flight.
 
   This warpgroup's share of them begins at `lhs_start` and `rhs_start`. They are of
   the tile that begins at `tile`, (batch, m, k); with `last_depth` all of them.
+  Of consumers that share out k this is number `reader`.
   """
   if ring.lhs.in_registers:
     _consume_fragments(
@@ -36,8 +37,12 @@ def consume(
         tile=tile,
     )
     return
-  slots = refs["lhs_slots"], refs["rhs_slots"]
-  full = refs["full" if ring.norm is None else "ready"]
+  if ring.norm is not None:
+    _consume_normalised(
+        ring, acc, refs, first_step=first_step, num_steps=num_steps, reader=reader
+    )
+    return
+  slots, full = (refs["lhs_slots"], refs["rhs_slots"]), refs["full"]
   barriers = ring.team(first_step) * ring.num_stages
 
   def multiply(i, places, depth=None):
@@ -108,6 +113,55 @@ def _consume_fragments(
       zero, jnp.int32(num_steps) - 1, ahead, (first, load(first, zero))
   )
   multiply(*places)
+
+
+def _consume_normalised(
+    ring: Ring, acc, refs, *, first_step, num_steps: int, reader: int
+):
+  """The same, of lhs that is normalised on its way through registers: see `norms`.
+
+  Several slots at a turn: what wgmma waits for in between takes as long as it does, and
+  loads are slow where it reads shared memory, too.
+  """
+  norm, slots, of = ring.norm, (refs["lhs_slots"], refs["rhs_slots"]), ring.norm.readers
+  first_step = jnp.int32(first_step)
+  first_of_tile = lax.rem(first_step, jnp.int32(ring.k_steps))
+  # A reader's slots are its own, and so are their barriers.
+  skipped = lax.rem(first_step + reader, jnp.int32(of)) if of > 1 else jnp.int32(0)
+  count = lax.div(num_steps - skipped + of - 1, jnp.int32(of))
+
+  def multiply(step, carry, at_once):
+    slot, squares = carry
+    k_step = first_of_tile + skipped + step * of
+    places, loaded = [ring.after(slot, i * of) for i in range(at_once)], []
+    for i, place in enumerate(places):
+      plgpu.barrier_wait(refs["full"].at[place])
+      tile = ring.lhs.stored(slots[0], place, 0, ring.lhs.tile_mn)
+      loaded.append(norm.load(tile, refs, (k_step + i * of) * ring.lhs.tile_k))
+    weighed = lax.optimization_barrier([norm.weighed(tile) for tile in loaded])
+    for place, rows in zip(places, weighed, strict=True):
+      if not ring.lhs.emulated:
+        slot_products.multiply_fragments(acc, rows, ring.prepared, slots[1], place)
+        continue
+      slots[0][place] = rows  # The emulator's wgmma reads no registers.
+      plgpu.commit_smem()
+      slot_products.multiply(acc, ring.prepared, slots, place)
+    squares = norm.with_squares(loaded, squares, is_true=slot >= 0)
+    plgpu.wgmma_wait(0)
+    for place in places:
+      plgpu.barrier_arrive(refs["empty"].at[place])
+    return ring.after(slot, at_once * of), squares
+
+  zero, turns = jnp.int32(0), lax.div(count, jnp.int32(norm.at_once))
+  carry = ring.slot_of(first_step + skipped), norm.no_squares()
+  carry = lax.fori_loop(
+      zero, turns, lambda i, carry: multiply(i * norm.at_once, carry, norm.at_once),
+      carry,
+  )
+  carry = lax.fori_loop(
+      turns * norm.at_once, count, lambda i, carry: multiply(i, carry, 1), carry
+  )
+  norm.keep(refs, carry[1], reader=reader, is_first=first_of_tile == 0)
 
 
 def consume_step(
@@ -200,30 +254,3 @@ def consume_parts(
   plgpu.wgmma_wait(0)
   if is_last:
     plgpu.barrier_arrive(ring.barrier(refs["empty"], step))
-
-
-def normalise(ring: Ring, refs, *, local) -> None:
-  """The work of the warpgroup that `norm` wants, of the `local`-th tile of this CTA."""
-  at_once = min(norms.at_once(ring.num_stages), ring.k_steps)
-
-  def weigh(first, places, count):
-    slot, squares = places
-    slots, found = [ring.after(slot, i) for i in range(count)], []
-    for place in slots:
-      plgpu.barrier_wait(refs["full"].at[place])
-      found.append(ring.lhs.stored(refs["lhs_slots"], place, 0, ring.lhs.tile_mn))
-    squares = ring.norm.weigh(found, refs, first * ring.lhs.tile_k, squares)
-    plgpu.commit_smem()
-    for place in slots:
-      plgpu.barrier_arrive(refs["ready"].at[place])
-    return ring.after(slot, count), squares
-
-  turns, rest = divmod(ring.k_steps, at_once)
-  places = lax.fori_loop(
-      jnp.int32(0), jnp.int32(turns),
-      lambda turn, places: weigh(turn * at_once, places, at_once),
-      (ring.slot_of(local * ring.k_steps), ring.norm.no_squares()),
-  )
-  if rest:
-    places = weigh(jnp.int32(turns * at_once), places, rest)
-  ring.norm.hand_over(refs, places[1], local)

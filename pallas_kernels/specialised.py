@@ -43,11 +43,21 @@ Supports = Callable[[Problem, PersistentConfig], str | None]
 
 def wg_tile(config: PersistentConfig) -> tuple[int, int]:
   """The share of one consumer of the CTA's tile."""
-  if config.wg_dim == "tile":
+  if config.wg_dim in ("tile", "k"):
     return config.tile_m, config.tile_n
   if config.wg_dim == "m":
     return config.tile_m // config.consumers, config.tile_n
   return config.tile_m, config.tile_n // config.consumers
+
+
+def num_readers(config: PersistentConfig) -> int:
+  """Consumers that read each slot."""
+  return 1 if config.wg_dim in ("tile", "k") else config.consumers
+
+
+def num_storing(config: PersistentConfig) -> int:
+  """Consumers that store: of those that share out k the first."""
+  return 1 if config.wg_dim == "k" else config.consumers
 
 
 def stored_cols(problem: Problem, config: PersistentConfig) -> int:
@@ -68,6 +78,8 @@ def check_config(problem: Problem, config: PersistentConfig) -> str | None:
     return f"consumers={config.consumers} must be 1, 2 or 3"
   if config.consumers == 3 and config.wg_dim != "m":
     return f"wg_dim={config.wg_dim}: three consumers share out m"
+  if config.wg_dim == "k" and problem.norm_eps is None:
+    return "wg_dim='k': consumers share out k where they normalise lhs alone"
   wg_m, wg_n = wg_tile(config)
   if wg_m % 64:
     return (
@@ -285,8 +297,8 @@ def _epilogue(
   if config.split_lhs and config.swap:  # The transposed product, stored as it is.
     problem, transposed = problem.transposed, False
   return epilogues.make_epilogue(
-      problem, cols, config.consumers, emulated=False, transposed=transposed, room=room,
-      row_order=row_order(problem, config),
+      problem, cols, num_storing(config), emulated=False, transposed=transposed,
+      room=room, row_order=row_order(problem, config),
   )
 
 
@@ -306,7 +318,7 @@ def epilogue_room(
   ring = config.num_stages * slot_bytes(problem, config)
   if config.misaligned == "runs":
     ring += run_loads.slots_bytes(multiplied(problem, config), config)
-  ring += norms.smem_bytes(problem)
+  ring += norms.smem_bytes(problem, config)
   return tiles.SMEM_LIMIT_BYTES - ring - tiles.BARRIER_BYTES - others
 
 
@@ -361,7 +373,7 @@ def last_depth(product: Problem, config: PersistentConfig) -> int:
   by_registers = ways.of_lhs(product, config) or ways.takes_loads(product, config)
   # The last is summed up with others like it.
   apart = 0 < config.promote < tiles.cdiv(product.k, config.tile_k)
-  if product.itemsize != 2 or by_registers or apart:
+  if product.itemsize != 2 or by_registers or apart or product.norm_eps is not None:
     return 0
   return tiles.last_depth(product.k, config.tile_k) % config.tile_k
 

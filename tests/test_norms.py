@@ -15,7 +15,7 @@ import pytest
 import jaxgemm
 from jaxgemm import operand_passes, plan
 from jaxgemm.device import known_device
-from pallas_kernels import fragments, norms, persistent
+from pallas_kernels import norm_registers, norms, persistent
 from pallas_kernels.problem import Epilogue
 from tests import gpu_cases, kernel_cases
 from tests.kernel_cases import check, lowered, make_problem, small_config
@@ -23,6 +23,7 @@ from tests.product_cases import assert_as_good, count_primitives, in_float64, no
 
 H200 = known_device("NVIDIA H200")
 FIELDS = dict(tile_m=64, tile_n=64, consumers=1)
+SHARING_K = FIELDS | dict(consumers=2, wg_dim="k")
 FUSED = Epilogue(beta=1.0, c_dtype="bfloat16", has_bias=True)
 GATED = Epilogue(gated=True, activation="silu")
 
@@ -34,46 +35,50 @@ def problem(m, n, k, layouts="NN", **fields):
 # -- Threads -----------------------------------------------------------------------
 
 
-def test_threads_have_each_unit_once(monkeypatch):
-  """Of a slot as TMA swizzles it: 16 bytes by the row's place among eight."""
-  kernel_cases.compute_in_integers(monkeypatch, norms, fragments)
-  found = {}
-  for thread in range(128, 256):
-    place, col = norms.unit_of(thread)
-    for turn in range(4):
-      row, within = divmod(place + norms._turn(turn), 128)
-      assert within // 16 ^ row % 8 == col // 8
-      found.setdefault((row, col), []).append(thread)
-  assert len(found) == 64 * 8 and all(len(threads) == 1 for threads in found.values())
+def test_threads_name_each_unit_once(monkeypatch):
+  """Of a slot as TMA swizzles it: 16 bytes by the row's place among eight.
+
+  ldmatrix gives the matrices in the order in which wgmma has its registers.
+  """
+  kernel_cases.compute_in_integers(monkeypatch, norm_registers)
+  for thread in range(128):
+    row, turned = norm_registers.unit_of(thread)
+    warp, matrix, within = thread // 32, thread % 32 // 8, thread % 8
+    assert row == 128 * (16 * warp + 8 * (matrix % 2) + within)
+    for step in range(4):
+      unit = 2 * step + matrix // 2
+      assert (turned ^ step << 5) // 16 == unit ^ within
 
 
 # -- Kernels -----------------------------------------------------------------------
 
-# (m, n, k, slots, fields): one tile of k, several tiles a CTA, two k tiles at once.
+# (m, n, k, slots, fields): one tile of k, several tiles a CTA, several k tiles at once,
+# those of an odd number in turn.
 SIZES = (
     (1, 64, 64, 2, {}),
-    (70, 200, 200, 3, {}),
+    (70, 200, 200, 4, {}),
     (5, 100, 328, 8, dict(out_dtype="float16")),
-    (33, 520, 576, 9, dict(epilogue=FUSED)),
+    (33, 520, 576, 10, dict(epilogue=FUSED)),
     (40, 136, 448, 4, dict(out_dtype="float32")),
 )
 
 
 @pytest.mark.parametrize("layouts", ["NN", "NT"])
-def test_values(layouts):
+@pytest.mark.parametrize("sharing", [FIELDS, SHARING_K], ids=["one", "two"])
+def test_values(layouts, sharing):
   for m, n, k, slots, fields in SIZES:
     promote = 2 * (fields.get("out_dtype") == "float32")
-    config = small_config("persistent", **FIELDS, num_stages=slots, promote=promote)
+    config = small_config("persistent", **sharing, num_stages=slots, promote=promote)
     check("persistent", problem(m, n, k, layouts, **fields), config, num_sms=2)
 
 
 def test_lowers_for_cuda():
-  for m, epilogue, tile_n in ((8, Epilogue(), 64), (64, GATED, 256)):
-    config = small_config(
-        "persistent", **(FIELDS | dict(tile_n=tile_n)), num_stages=4
-    )
+  for m, epilogue, fields in (
+      (8, Epilogue(), SHARING_K), (64, GATED, FIELDS | dict(tile_n=256)),
+  ):
+    config = small_config("persistent", **fields, num_stages=4)
     text = lowered("persistent", problem(m, 512, 264, epilogue=epilogue), config)
-    assert "mul.rn.bf16x2" in text
+    assert "ldmatrix" in text and "mul.rn.bf16x2" in text
 
 
 @pytest.mark.parametrize(
@@ -81,6 +86,10 @@ def test_lowers_for_cuda():
     [
         ({}, dict(swap=True), "swap=True: norm takes False"),
         ({}, dict(consumers=2, tile_m=128), "consumers=2: norm takes 1"),
+        ({}, dict(wg_dim="k"), "consumers=1: norm takes 2"),
+        ({}, SHARING_K | dict(num_stages=5), "each consumer has half"),
+        ({}, SHARING_K | dict(tile_n=40), "tile_n=40: with wg_dim='k' a multiple of 32"),
+        (dict(norm_eps=None), SHARING_K, "wg_dim='k': consumers share out k where they"),
         ({}, dict(cluster_n=2), "cluster_n=2: norm takes 1"),
         (dict(lhs_layout="m-major"), {}, "norm: lhs is one array [m, k]"),
         (dict(batch=2), {}, "norm: lhs is one array [m, k]"),
@@ -106,10 +115,10 @@ def test_no_other_kernel_normalises(kernel):
 @pytest.mark.gpu
 def test_values_on_the_chip():
   for m, n, k, slots, fields in (
-      *SIZES, (100, 1000, 4096, 11, {}), (16, 512, 5000, 11, dict(epilogue=FUSED)),
+      *SIZES, (100, 1000, 4096, 10, {}), (16, 512, 5000, 10, dict(epilogue=FUSED)),
   ):
-    for layouts in ("NN", "NT"):
-      config = small_config("persistent", **FIELDS, num_stages=slots)
+    for layouts, sharing in (("NN", FIELDS), ("NT", FIELDS), ("NN", SHARING_K)):
+      config = small_config("persistent", **sharing, num_stages=slots)
       gpu_cases.check("persistent", problem(m, n, k, layouts, **fields), config)
 
 
@@ -125,10 +134,10 @@ def test_a_pass_over_weights_counts():
 
 
 def test_what_a_kernel_normalises():
-  """Few rows; of one rhs no more than 16, and not where others read rhs faster."""
+  """Few rows, and not where others read rhs faster."""
   for m, n, k, epilogue, normalises in (
       (1, 14336, 4096, GATED, True), (64, 14336, 4096, GATED, True),
-      (8, 6144, 4096, Epilogue(), True), (64, 6144, 4096, Epilogue(), False),
+      (8, 6144, 4096, Epilogue(), True), (64, 6144, 4096, Epilogue(), True),
       (1, 512, 14336, Epilogue(), False),
   ):
     found = plan.normed(problem(m, n, k, epilogue=epilogue), H200)
@@ -213,7 +222,7 @@ def test_a_pass_before_rows_are_widened(name, rng):
 @pytest.mark.parametrize("name", ["added", "gated", "packed"])
 def test_the_kernels_layers(name, rng):
   """Of weights that the memory bounds, so that kernels normalise."""
-  v = operands(rng, k=256, n=6144)
+  v = operands(rng, k=1024 if name == "added" else 256, n=6144)
   v["residual"] = jnp.asarray(normal(rng, 2, 3, 6144), "bfloat16")
   run = lambda v: LAYERS[name](v, v["x"], norm=norm_of(v))
   with jaxgemm.emulate():
