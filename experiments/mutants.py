@@ -61,6 +61,7 @@ SURVIVORS = dict.fromkeys(
         "ring_reads.begin.wgmma_wait",
         "ring_reads.consume.multiply.wgmma_wait", "ring_reads.consume_step.wgmma_wait",
         "ring_reads.finish.wgmma_wait", "ring_reads.consume_parts.wgmma_wait",
+        "ring_reads._consume_normalised.multiply.wgmma_wait",
     ),
     _WGMMA,
 ) | dict.fromkeys(

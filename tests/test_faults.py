@@ -106,8 +106,8 @@ UNUSABLE = {
     "of another version": (write(json.dumps(GOOD | {"jax": "0.1"})), "jax is '0.1', not"),
     "of a word that is none": (
         write(json.dumps(GOOD | {
-            "rows": [GOOD_ROW | {"kernel": "persistent", "config": {"wg_dim": "k"}}]
-        })), r"wg_dim is 'k', which is no m\|n\|tile"),
+            "rows": [GOOD_ROW | {"kernel": "persistent", "config": {"wg_dim": "rows"}}]
+        })), r"wg_dim is 'rows', which is no m\|n\|tile\|k"),
     "too little shared memory": (
         write(json.dumps(GOOD | {"rows": [TOO_LARGE]})),
         "bytes of shared memory exceed the 232448 of one CTA"),
