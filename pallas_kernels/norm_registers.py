@@ -25,7 +25,7 @@ from pallas_kernels.integers import i32, i32_type
 DTYPE = "bfloat16"
 ROWS, COLS = 64, 64  # Of a tile.
 SQUARES = ROWS, 8  # Sums of squares of the columns that are equal mod 8.
-HALVES = 2  # Rows that a thread has of each: 8 apart.
+HALVES = 2  # Rows that a thread has elements of, 8 apart.
 VECTOR = 4  # Sums that a thread stores at once.
 _WGMMA = plgpu.Layout.WGMMA
 _SCALAR = plgpu.Layout.WG_SPLAT(())
@@ -178,7 +178,7 @@ def added(sums: jax.Array, ref: Ref, first_col: int) -> jax.Array:
   )
   def add(_, sums, ref):
     found = [x for pair in sums.registers.flat for x in _elements(pair)]
-    first = first_col // 2  # Of a thread's: it has 32 of 64 columns.
+    first = first_col // 2  # Of a thread's, which has four of each eight columns.
     for i in range(vectors):
       part = vector.load(_four(), ref, [*_place(i), _index(0)])
       for j in range(VECTOR):
