@@ -49,7 +49,7 @@ _LEAST_SKEWED = 9e6  # Bytes of an operand: a pass over fewer takes less.
 _LEAST_RUNS = 1e6  # The same, in tiles of whole rows.
 # Columns of tiles whose lhs is normalised, consumers, what they share out, and slots at
 # most: 64x6144x4096 takes 14.9 us by 12 of them, by 10 15.4; 64x14336x4096 of two rhs
-# takes 56.3 within a block by 3, by 4 57.0, and by 5 57.9.
+# takes 56.3 within a block by 3 and 57.0 by 4, and by itself 55.1 by 4 and 56.2 by 5.
 _NORMED = (64, 2, "k", 12), (128, 1, "m", 7)
 _NORMED_GATED = (256, 1, "m", 3), (128, 1, "m", 7)
 _MOST_CONFLICTS = 4.0  # Of runs; with 7.5 256x257x64x257 took 35 us, skewed 21.

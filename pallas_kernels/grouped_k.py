@@ -78,7 +78,7 @@ def supports(problem: Problem, config: PersistentConfig) -> str | None:
     if (value := getattr(config, name)) != wanted:
       return f"{name}={value!r}: groups of rows that are summed take {wanted!r}"
   for name in ("tile_m", "tile_n"):
-    step = _maskers(config) * tiles.swizzle_elems(problem.dtype)
+    step = specialised.num_readers(config) * tiles.swizzle_elems(problem.dtype)
     if getattr(config, name) % step:
       return (
           f"{name}={getattr(config, name)} must be a multiple of {step}: consumers mask"
@@ -211,16 +211,12 @@ def launch(
         wg, config.consumers, _load, _multiply_and_store, only_copies=True
     )
 
-  scratch = ring.scratch() | {_MASKED: plgpu.Barrier(num_arrivals=_maskers(config))}
+  masked = plgpu.Barrier(num_arrivals=specialised.num_readers(config))
+  scratch = ring.scratch() | {_MASKED: masked}
   return call(
       _kernel, name=NAME, scratch=scratch, grid=grid.num_clusters,
       cluster=config.cluster_axes, num_wgs=config.consumers + 1,
   )
-
-
-def _maskers(config: PersistentConfig) -> int:
-  """Consumers that share a slot."""
-  return config.consumers // specialised.num_teams(config)
 
 
 def _sum(
@@ -232,7 +228,7 @@ def _sum(
   One slot's wgmma stays in flight.
   """
   slots = refs["lhs_slots"], refs["rhs_slots"]
-  num_wgs = _maskers(config)
+  num_wgs = specialised.num_readers(config)
   barriers = team * config.num_stages
 
   def multiply(i, places):

@@ -24,9 +24,8 @@ Of operands that TMA cannot take and no pass pads (`misaligned`), three producer
 them through registers, k tiles in turn; or TMA brings lhs all the same, skewed (see
 `skewed`), or bulk copies bring whole rows of it (see `run_loads`). lhs in 8 bits comes as
 it is, and consumers convert it (see `conversions`). Consumers may normalise lhs, too (see
-`norms`). With clusters, two or
-four neighbours along m share the rhs tile, and neighbours along n the lhs tile: each
-loads its part of it and multicasts it to all.
+`norms`). With clusters, two or four neighbours along m share the rhs tile, and neighbours
+along n the lhs tile: each loads its part of it and multicasts it to all.
 
 Barriers: see `ring`. Constraints: see `specialised`.
 Source: the warp-specialised persistent schedules, cooperative and ping-pong, of
@@ -213,6 +212,17 @@ def run(
       lax.fori_loop(jnp.int32(0), count, tile, None)
       ring.drain(refs, producer=producer, total_steps=count * k_steps)
 
+    def _sum_over_k(local, **where):
+      def multiply(acc, first, count):
+        ring_reads.consume(
+            ring, acc, refs, first_step=local * k_steps + first, num_steps=count, **where
+        )
+
+      return accumulate.sum_over_k(
+          multiply, shape=wg_tile_shape, k_steps=k_steps, promote=config.promote,
+          dtype=problem.acc_dtype,
+      )
+
     def _multiply_and_store():
       share = wg_share(config, wg)
 
@@ -230,12 +240,6 @@ def run(
         vectors = epilogue.begin(
             c_gmem, refs, shape=stored_shape, of_batch=of_batch, exchange=exchange, **at
         )
-
-        def multiply(acc, first, count):
-          ring_reads.consume(
-              ring, acc, refs, first_step=local * k_steps + first, num_steps=count,
-              tile=(of_batch, m, first_k), **starts,
-          )
 
         def multiply_group(acc, k_step, index):
           ring_reads.consume_parts(
@@ -265,10 +269,7 @@ def run(
               shape=wg_tile_shape, k_steps=k_steps,
           )
         elif split is None:
-          acc = accumulate.sum_over_k(
-              multiply, shape=wg_tile_shape, k_steps=k_steps, promote=config.promote,
-              dtype=problem.acc_dtype,
-          )
+          acc = _sum_over_k(local, tile=(of_batch, m, first_k), **starts)
         elif specialised.overlaps(call.result, config):
           acc = accumulate.sum_of_groups(
               multiply_groups, finish, shape=wg_tile_shape, k_steps=k_steps, of=split,
@@ -317,16 +318,8 @@ def run(
       ring.norm.begin(refs, 1)
 
       def tile(local, _):
-        def multiply(acc, first, count):
-          ring_reads.consume(
-              ring, acc, refs, first_step=local * k_steps + first, num_steps=count,
-              lhs_start=0, rhs_start=0, reader=1,
-          )
-
-        ring.norm.hand_over(refs, accumulate.sum_over_k(
-            multiply, shape=wg_tile_shape, k_steps=k_steps, promote=config.promote,
-            dtype=problem.acc_dtype,
-        ))
+        sums = _sum_over_k(local, lhs_start=0, rhs_start=0, reader=1)
+        ring.norm.hand_over(refs, sums)
 
       lax.fori_loop(jnp.int32(0), count, tile, None)
 
