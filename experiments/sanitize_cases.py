@@ -282,6 +282,8 @@ CASES: dict[str, Case] = {
         _with(PLAIN, epilogue=Epilogue(has_bias=True, activation="silu")),
         _config(tile_n=80, swap=True)),
     "persistent gated": _persistent(GATED, _config(tile_n=128, num_stages=3)),
+    "persistent gated swap": _persistent(
+        GATED, _config(tile_n=80, wg_dim="tile", swap=True)),
     "persistent packed": _persistent(
         _with(GATED, n=320), _config(tile_n=128, num_stages=3), packed=True),
     "split_k": _split_k(PLAIN, _splits(splits=2)),

@@ -88,8 +88,9 @@ class Model:
   convert_floats: float = 1.15  # and of floating-point numbers.
   exchange_rate: float = 11e3  # Through distributed shared memory.
   k_cluster: float = 1.09  # Of k tiles, where a cluster shares out k.
-  energy: float = 1.18  # Of an operation, at the highest clocks: 1 is what power allows.
-  fill_energy: float = 12.6  # The same, of an element on its way into shared memory.
+  energy: float = 1.2  # Of an operation, at the highest clocks: 1 is what power allows.
+  fill_energy: float = 8.0  # The same, of an element on its way into shared memory,
+  read_energy: float = 8.0  # and of a row that wgmma reads there, by its columns.
   memory: float = 1.09  # Share of the bandwidth that a product reaches, of a copy's.
   tail: float = 1.68  # Of a tile that some SMs have more than others, beside the memory.
   many_rows: float = 0.02  # What it loses by each doubling of a tile's k-major rows.

@@ -289,7 +289,8 @@ def _store(work: Work, model: Model) -> float:
   out_bytes = 4 if work.sums > 1 else work.problem.out_itemsize
   rates = model.masked_rate, model.odd_rate
   rate = rates[work.row_bytes % 16 > 0] if work.masked else model.store_rate
-  store = wg_m * wg_n * out_bytes / (rate * work.num_shares * (1 + fused.gated))
+  # Of a gated product half as much is stored, but all of it enters its arithmetic.
+  store = wg_m * wg_n * out_bytes / (rate * work.num_shares)
   if work.stored_within:
     store *= model.half_sectors
   store += model.piece * work.more_pieces
@@ -319,8 +320,11 @@ def _energy(problem: Problem, config: Config, device: Device, model: Model) -> f
   if problem.itemsize != 2 or isinstance(config, GemvConfig):  # No tensor cores.
     return 0.0
   elements = 1 / config.tile_m + 1 / config.tile_n  # Fetched for each multiplication.
+  # An instruction reads 64 rows and its columns, of which each meets 64 rows alone.
+  (_, cols), *_ = tiles.instruction_columns(warpgroup_tile(config)[1])
   ideal = problem.flops / (device.tflops(problem.dtype) * 1e6)
-  return ideal * model.energy * (1 + model.fill_energy * elements)
+  moved = model.fill_energy * elements + model.read_energy / cols
+  return ideal * model.energy * (1 + moved)
 
 
 def _limited(busy: float, energy: float) -> float:

@@ -91,7 +91,10 @@ def listed(problem: Problem, device: Device) -> Iterator[tuple[str, Config]]:
   ):
     for shape in shapes:
       yield from _specialised(problem, product, device, (*shape, swap))
-    more = *tile_shapes.filling(product, device), *tile_shapes.in_turns(product, device)
+    more = (
+        *tile_shapes.filling(product, device), *tile_shapes.in_turns(product, device),
+        *tile_shapes.of_pairs(product),
+    )
     for shape in more:
       if shape not in shapes:
         yield from _specialised(problem, product, device, (*shape, swap), splits=False)
@@ -307,12 +310,13 @@ def _with_loads(
 
 def _num_tiles(problem: Problem, tile_m: int, tile_n: int) -> int:
   tiles_n = tiles.cdiv(problem.product_n, tile_n)
-  return problem.batch * tiles.cdiv(problem.m, tile_m) * tiles_n
+  return problem.batch * tiles.cdiv(problem.product_m, tile_m) * tiles_n
 
 
 def _wasteful(problem: Problem, tile_m: int, tile_n: int) -> bool:
   """Whether more than half of the tile lies outside the result, needlessly."""
-  return tile_m > 2 * max(problem.m, 64) or tile_n > 2 * max(problem.product_n, 64)
+  too_high = tile_m > 2 * max(problem.product_m, 64)
+  return too_high or tile_n > 2 * max(problem.product_n, 64)
 
 
 def _breaks_lines(problem: Problem, tile_n: int) -> bool:

@@ -119,7 +119,7 @@ def _bytes_at_once(
 ) -> int:
   """Of a k tile of all CTAs at once: rows of lhs and columns of rhs, each once."""
   at_once = min(num_tiles, device.num_sms)
-  tiles_m = tiles.cdiv(product.m, config.tile_m)
+  tiles_m = tiles.cdiv(product.product_m, config.tile_m)
   tiles_n = tiles.cdiv(product.product_n, config.tile_n)
   along_m = min(tiles_m, tiles.GRID_WIDTH)  # Of the band that they walk.
   products = max(1, at_once // (tiles_m * tiles_n))
@@ -127,7 +127,7 @@ def _bytes_at_once(
   along_m = min(tiles_m, tiles.cdiv(at_once, products * along_n))
   lhs, rhs = (config.tile_k * itemsize for itemsize in product.stored_itemsizes)
   rows, cols = (
-      min(config.tile_m, product.m), min(config.tile_n, product.product_n)
+      min(config.tile_m, product.product_m), min(config.tile_n, product.product_n)
   )
   return products * (along_m * rows * lhs + along_n * cols * rhs)
 

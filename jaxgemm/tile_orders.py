@@ -46,7 +46,8 @@ def ordered(
     return _in(config, "n" if along_n else "m", tiles.GRID_WIDTH)
   product = specialised.multiplied(problem, config)
   counts = (
-      tiles.cdiv(product.m, config.tile_m), tiles.cdiv(product.product_n, config.tile_n)
+      tiles.cdiv(product.product_m, config.tile_m),
+      tiles.cdiv(product.product_n, config.tile_n),
   )
   return _in(config, *_best(counts, (config.tile_m, config.tile_n), device.num_sms))
 

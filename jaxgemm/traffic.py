@@ -86,7 +86,7 @@ def _supply(
   problem, config = work.problem, work.config
   rows = config.tile_m  # A producer loads none beyond the last, if lhs is k-major.
   if work.has_roles and problem.lhs_layout == "k-major" or work.lhs_way == "runs":
-    rows = min(rows, problem.m)
+    rows = min(rows, problem.product_m)
   cols = tiles.round_up(config.tile_n, tiles.rhs_block(problem))
   share_rhs, share_lhs = work.multicast
   lhs, rhs = costs
@@ -115,7 +115,7 @@ def _supply(
   time, crooked_us = time + crowding, crooked_us + crowding
   # The lines of the only tile along m, or n, are asked for by all clusters at once.
   hot = 0.0
-  if problem.m <= config.tile_m and "lhs" not in work.padded:
+  if problem.product_m <= config.tile_m and "lhs" not in work.padded:
     hot += crooked(problem.lhs_shape[-1] * problem.itemsize, model) / share_lhs
   if problem.product_n <= config.tile_n and "rhs" not in work.padded:
     hot += crooked(problem.rhs_shape[-1] * problem.itemsize, model) / share_rhs
@@ -151,7 +151,7 @@ def memory(work: Work, device: Device, model: Model) -> float:
   rhs_bytes *= rhs_cost * work.weights[1]
   problem, config = work.problem, work.config
   if problem.lhs_layout == "k-major":
-    lhs_bytes *= _many_rows(min(config.tile_m, problem.m), model)
+    lhs_bytes *= _many_rows(min(config.tile_m, problem.product_m), model)
   if problem.rhs_layout == "k-major":
     rhs_bytes *= _many_rows(min(config.tile_n, problem.n), model)
   if work.tiles_n > 1:
@@ -204,6 +204,6 @@ def _many_rows(rows: int, model: Model) -> float:
 def _operand_bytes(problem: Problem) -> tuple[int, int, int]:
   """Bytes of lhs, of rhs, and of everything else."""
   itemsizes = problem.stored_itemsizes
-  lhs = math.prod(problem.lhs_shape) * itemsizes[0]
-  rhs = math.prod(problem.rhs_shape) * itemsizes[1] * (1 + problem.epilogue.gated)
+  lhs = math.prod(problem.lhs_shape) * itemsizes[0] * problem.matrices_of("lhs")
+  rhs = math.prod(problem.rhs_shape) * itemsizes[1] * problem.matrices_of("rhs")
   return lhs, rhs, problem.num_bytes - lhs - rhs

@@ -97,7 +97,9 @@ class Work:
       self.masked, self.row_bytes = False, tiles.SWIZZLE_BYTES  # Without gaps.
     cluster_m, cluster_n = self.multicast
     self.cluster = cluster_m * cluster_n * self.cluster_k
-    self.tiles_m = tiles.round_up(tiles.cdiv(product.m, config.tile_m), cluster_m)
+    self.tiles_m = tiles.round_up(
+        tiles.cdiv(product.product_m, config.tile_m), cluster_m
+    )
     self.halo = 0
     if getattr(config, "overlap", False):
       self.halo = sector_stores.halo(problem.n)
@@ -213,12 +215,11 @@ class Work:
     """Pieces of a consumer's tile beyond the fewest, which have 128 bytes of its rows."""
     if not self.has_roles or hasattr(self.config, "splits"):
       return 0
-    cols = specialised.stored_cols(self.asked, self.config)
+    rows, cols = specialised.stored_tile(self.asked, self.config)
     row_bytes = cols * self.asked.out_itemsize
     if row_bytes % tiles.SWIZZLE_BYTES == 0:
       return 0
-    rows = operand_passes.warpgroup_tile(self.config)[0] // staging.PIECE_ROWS
-    fewest = rows * tiles.cdiv(row_bytes, tiles.SWIZZLE_BYTES)
+    fewest = rows // staging.PIECE_ROWS * tiles.cdiv(row_bytes, tiles.SWIZZLE_BYTES)
     return max(specialised.pieces(self.asked, self.config) - fewest, 0)
 
 

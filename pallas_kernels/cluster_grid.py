@@ -43,7 +43,7 @@ class ClusterGrid:
 
   Attributes:
     config: of the tiles and clusters.
-    tile_n: columns of the result.
+    tile_m, tile_n: rows and columns of the result.
     tiles_m, tiles_n: tiles of a cluster along m and n.
     num_tiles: of the clusters, over copies and batch.
     at_once: clusters of a round.
@@ -51,6 +51,7 @@ class ClusterGrid:
   """
 
   config: PersistentConfig
+  tile_m: int
   tile_n: int
   tiles_m: int
   tiles_n: int
@@ -64,13 +65,14 @@ class ClusterGrid:
       rounds: int = 1,
   ) -> ClusterGrid:
     """The grid of `problem`, every tile of which is done `copies` times."""
-    tiles_m = tiles.cdiv(problem.m, config.tile_m * config.cluster_m)
-    tile_n = config.tile_n // (1 + problem.epilogue.gated)
+    tile_m = config.tile_m // problem.matrices_of("lhs")
+    tile_n = config.tile_n // problem.matrices_of("rhs")
+    tiles_m = tiles.cdiv(problem.m, tile_m * config.cluster_m)
     tiles_n = tiles.cdiv(problem.n, tile_n * config.cluster_n)
     num_tiles = copies * problem.batch * tiles_m * tiles_n
     at_once = min(num_tiles, max(1, num_sms // config.cluster))
     share = tiles.cdiv(num_tiles, at_once * rounds)
-    return cls(config, tile_n, tiles_m, tiles_n, num_tiles, at_once, share)
+    return cls(config, tile_m, tile_n, tiles_m, tiles_n, num_tiles, at_once, share)
 
   @property
   def num_clusters(self) -> int:
@@ -111,7 +113,7 @@ class ClusterGrid:
       mi = mi * config.cluster_m + lax.axis_index(ALONG_M)
     if config.cluster_n > 1:
       ni = ni * config.cluster_n + lax.axis_index(ALONG_N)
-    return Place(batch, mi * config.tile_m, ni * self.tile_n, batch)
+    return Place(batch, mi * self.tile_m, ni * self.tile_n, batch)
 
   def empty_count(self) -> None:
     """Tiles of this CTA behind those, which are zeros: there are none."""

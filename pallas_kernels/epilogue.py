@@ -178,7 +178,7 @@ class Epilogue:
   ):
     """Stores a warpgroup's accumulator [rows, cols] at (row, col) of the product.
 
-    Of a gated product the left half of `acc` is the gate's.
+    Of a gated product the left half of `acc` is the gate's, or the upper half.
     `vectors` are those of the tile; zeros have none, which factors might make NaN.
     Rows of the result from `end` on are others', if it is given.
 
@@ -186,14 +186,22 @@ class Epilogue:
     store: call `finish` before the kernel ends.
     """
     epilogue = self.problem.epilogue
-    rows, cols = acc.shape[0], acc.shape[1] // (1 + epilogue.gated)
+    rows, cols = acc.shape
+    halves = [(0, 0)]  # Where the sums of each matrix begin.
+    if epilogue.gated and self.transposed:
+      rows //= 2
+      halves.append((rows, 0))
+    elif epilogue.gated:
+      cols //= 2
+      halves.append((0, cols))
     index, starts = 0, self.pieces((rows, cols))
     for n, (i, j, stored) in enumerate(starts):
       at = self._in_result(row + i, col + j)
       to = dict(slots=refs["out_slots"], wg=wg, stored=stored, end=end, **at)
       pieces = []
-      for number, begin in enumerate(range(j, acc.shape[1], cols)):
-        piece = acc[i : i + PIECE_ROWS, begin : begin + self._step]
+      for number, (down, right) in enumerate(halves):
+        first, begin = i + down, j + right
+        piece = acc[first : first + PIECE_ROWS, begin : begin + self._step]
         for each in vectors.factors:
           piece = piece * each.broadcast((i, j)[each.dim], piece.shape)
         if epilogue.alpha != 1.0:

@@ -10,9 +10,10 @@ seven ways (`Operand.way`):
   tiled    other operands: one TMA copy of rank 4 that tiles as it copies. Each
            dimension of the array must be a multiple of the 8 x 128 byte tile, or
            smaller than it.
-  chunks   other operands that do not fit: the slot is made of chunks of 128 bytes
-           of mn, each copied as a flat slot is. One wgmma takes them all (see
-           `partial_wgmma`); the emulator takes each by itself.
+  chunks   other operands that do not fit, and the two matrices of a gated product:
+           the slot is made of chunks of 128 bytes of mn, each copied as a flat slot
+           is. One wgmma takes them all (see `partial_wgmma`); the emulator takes
+           each by itself.
   loads    operands that fit in no other way, where the config says so: the producer
            loads them through registers (see `register_loads`).
   skewed   lhs that fits in none of the first three, where the config says so: TMA
@@ -69,8 +70,8 @@ class Operand:
     way: see the module's docstring.
     num_parts: arrays of which it consists; a slot has a tile of each (see `parts`).
     emulated: whether every copy is a tiled one.
-    num_arrays: arrays whose tiles lie side by side in one slot, along mn: the two rhs
-      of a gated product. `mn` is of one of them, `tile_mn` of all.
+    num_arrays: arrays whose tiles lie side by side in one slot, along mn: the pair of a
+      gated product. `mn` is of one of them, `tile_mn` of all.
     packed: whether they are one array, the one behind the other along mn.
     source: dtype of the array that consumers convert, or "".
   """
@@ -109,6 +110,8 @@ class Operand:
       return 1
     if self.way == "chunks":
       return self.num_parts * self._num_chunks
+    if self.way == "tiled":
+      return self.num_parts
     return self.num_parts * self.num_arrays * len(self._boxes)
 
   @property
@@ -144,12 +147,7 @@ class Operand:
 
   @property
   def _boxes(self) -> tuple[tuple[int, int], ...]:
-    """(first row, rows) of the copies of a flat or tiled tile of one array."""
-    if self.way == "tiled" and self.num_arrays > 1:
-      # TMA writes what it copies without gaps: of a part of the columns, 8 rows at once.
-      return tuple((first, 8) for first in range(0, self.tile_k, 8))
-    if self.way == "tiled":
-      return ((0, self.tile_k),)
+    """(first row, rows) of the copies of a flat tile of one array."""
     if self.array_mn <= tiles.TMA_BOX_LIMIT:
       return ((0, self.array_mn),)
     return tiles.instruction_columns(self.array_mn)
@@ -223,17 +221,14 @@ class Operand:
     if self.way == "chunks":
       self._load_chunks(copy, slots.at[slot], mn, k, depth)
       return
+    if self.way == "tiled":
+      box = slots.at[slot, pl.ds(0, depth), pl.ds(0, size)]
+      copy(0, box, (k, depth), (mn, size))
+      return
     for array in range(self.num_arrays):
-      begin, origin = array * size, self._origin(array)
-      if self.way == "tiled":
-        for first, rows in self._boxes:
-          some = depth > first
-          rows = min(rows, depth - first) if some else rows
-          box = slots.at[slot, pl.ds(first, rows), pl.ds(begin, size)]
-          copy(array, box, (k + first, rows), (mn + origin, size), some)
-      else:
-        copy_rows = functools.partial(copy, array, cols=(k, self.tile_k))
-        self._load_rows(copy_rows, slots.at[slot], begin, mn, origin, cluster)
+      copy_rows = functools.partial(copy, array, cols=(k, self.tile_k))
+      origin = self._origin(array)
+      self._load_rows(copy_rows, slots.at[slot], array * size, mn, origin, cluster)
 
   def _load_chunks(self, copy, slot: Ref, mn, k, depth: int) -> None:
     """Loads `depth` rows of the chunks of the tile at (mn, k) that have any of mn."""

@@ -180,8 +180,9 @@ def run(
   `exchange` their sums. Groups of rows have a `grid` of their own.
   """
   wg_tile_shape = specialised.wg_tile(config)
-  stored_cols = specialised.stored_cols(call.result, config)
-  stored_shape = wg_tile_shape[0], exchange.share_cols if exchange else stored_cols
+  stored_shape = specialised.stored_tile(call.result, config)
+  if exchange:
+    stored_shape = stored_shape[0], exchange.share_cols
   split, last_depth = parts.of(call.result, config), 0
   if split is None and k_steps == tiles.cdiv(problem.k, config.tile_k):
     last_depth = specialised.last_depth(problem, config)

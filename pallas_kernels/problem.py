@@ -146,6 +146,8 @@ class Problem:
     terms: products that are added up before anything else happens to them. lhs and rhs
       are as many arrays each, of equal shares of k: k and the shapes below are of those
       side by side.
+    pair: the operand of a gated product that is two matrices: lhs where the operands
+      have changed places (`transposed`).
   """
 
   m: int
@@ -165,6 +167,7 @@ class Problem:
   grouped: Literal["", "m", "k"] = ""
   norm_eps: float | None = None
   terms: int = 1
+  pair: Literal["rhs", "lhs"] = "rhs"
 
   @property
   def layouts(self) -> str:
@@ -184,7 +187,9 @@ class Problem:
         self.epilogue, has_bias=False, activation=NONE, saves=False, gated=False,
         slopes=0, c_dtype=None if self.epilogue.slopes else self.epilogue.c_dtype,
     )
-    return dataclasses.replace(self, n=self.product_n, epilogue=epilogue)
+    return dataclasses.replace(
+        self, m=self.product_m, n=self.product_n, epilogue=epilogue, pair="rhs"
+    )
 
   @property
   def alone(self) -> Problem:
@@ -231,10 +236,19 @@ class Problem:
   def out_shape(self) -> tuple[int, int, int]:
     return (1 if self.grouped == "m" else self.batch, self.m, self.n)
 
+  def matrices_of(self, operand: Literal["lhs", "rhs"]) -> int:
+    """Matrices that an operand of each product is: of a gated one its pair is two."""
+    return 1 + (self.epilogue.gated and self.pair == operand)
+
+  @property
+  def product_m(self) -> int:
+    """Rows that are multiplied: those of both lhs, if it is two matrices."""
+    return self.m * self.matrices_of("lhs")
+
   @property
   def product_n(self) -> int:
-    """Columns that are multiplied: of a gated product those of both rhs."""
-    return self.n * (1 + self.epilogue.gated)
+    """Columns that are multiplied: those of both rhs, if it is two matrices."""
+    return self.n * self.matrices_of("rhs")
 
   @property
   def rhs_dtype(self) -> str:
@@ -272,6 +286,7 @@ class Problem:
         lhs_batched=self.rhs_batched, rhs_batched=self.lhs_batched,
         dtype=self.rhs_dtype,
         lhs_source=self.rhs_source, rhs_source=self.lhs_source,
+        pair="lhs" if self.matrices_of("rhs") > 1 else "rhs",
         algorithm=(
             _MIXED[1 - _MIXED.index(self.algorithm)]
             if self.algorithm in _MIXED else self.algorithm
@@ -318,21 +333,20 @@ class Problem:
   @property
   def flops(self) -> int:
     products = 1 if self.grouped else self.batch
-    return 2 * products * self.m * self.product_n * self.k
+    return 2 * products * self.product_m * self.product_n * self.k
 
   @property
   def num_bytes(self) -> int:
     """Bytes moved if every operand is read once and the result written once."""
     itemsizes = self.stored_itemsizes
-    lhs = _size(self.lhs_shape) * itemsizes[0]
-    rhs = _size(self.rhs_shape) * itemsizes[1]
+    lhs = _size(self.lhs_shape) * itemsizes[0] * self.matrices_of("lhs")
+    rhs = _size(self.rhs_shape) * itemsizes[1] * self.matrices_of("rhs")
     out = _size(self.out_shape) * self.out_itemsize
     c = 0
     if self.epilogue.c_dtype is not None:
       c = _size(self.out_shape) * jnp.dtype(self.epilogue.c_dtype).itemsize
-    epilogue = self.epilogue
-    results = out * (1 + epilogue.num_others)
-    return lhs + rhs * (1 + epilogue.gated) + results + c * epilogue.num_c
+    results = out * (1 + self.epilogue.num_others)
+    return lhs + rhs + results + c * self.epilogue.num_c
 
   def __str__(self) -> str:
     batch = f"{self.batch} x " if self.batch > 1 and not self.grouped else ""

@@ -60,9 +60,16 @@ def num_storing(config: PersistentConfig) -> int:
   return 1 if config.wg_dim == "k" else config.consumers
 
 
+def stored_tile(problem: Problem, config: PersistentConfig) -> tuple[int, int]:
+  """Rows and columns that a consumer stores: of one of a gated product's sums."""
+  rows, cols = wg_tile(config)
+  halved = 1 + problem.epilogue.gated
+  return (rows // halved, cols) if config.swap else (rows, cols // halved)
+
+
 def stored_cols(problem: Problem, config: PersistentConfig) -> int:
-  """Columns that a consumer stores of each result: half of a gated product's."""
-  return wg_tile(config)[1] // (1 + problem.epilogue.gated)
+  """Of these the columns."""
+  return stored_tile(problem, config)[1]
 
 
 def multiplied(problem: Problem, config: PersistentConfig) -> Problem:
@@ -177,8 +184,6 @@ def check_in_registers(problem: Problem, config: PersistentConfig) -> str | None
 def check_swap(problem: Problem, config: PersistentConfig) -> str | None:
   """Why the result cannot be stored transposed, or None."""
   epilogue = problem.epilogue
-  if config.swap and epilogue.saves:
-    return "swap=True excludes a second result"
   if config.swap and config.split_lhs and epilogue.has_bias:
     return "swap=True with split_lhs=True excludes bias"
   if not config.swap or config.split_lhs:
@@ -213,9 +218,16 @@ def check_gated(problem: Problem, config: PersistentConfig) -> str | None:
     return f"gated products are of 16-bit operands, not of {problem.dtype}"
   if config.wg_dim == "n":
     return "wg_dim='n': each consumer of a gated product needs columns of both rhs"
-  for name, wanted in (("promote", 0), ("misaligned", "padded"), ("swap", False)):
+  for name, wanted in (("promote", 0), ("misaligned", "padded")):
     if getattr(config, name) != wanted:
       return f"{name}={getattr(config, name)!r}: gated products take {wanted!r}"
+  if config.swap:
+    step = 2 * fragments.ROWS
+    if wg_tile(config)[0] != config.tile_m:
+      return "swap=True: each consumer of a gated product needs rows of both matrices"
+    if config.tile_m % step:
+      return f"tile_m={config.tile_m} must be a multiple of {step} for two matrices"
+    return None
   step = 2 * max(tiles.rhs_block(problem), tiles.LEAST_COLUMNS)
   if config.tile_n % step:
     return f"tile_n={config.tile_n} must be a multiple of {step} for two rhs"
@@ -272,7 +284,7 @@ def smem_bytes(
 def pieces(problem: Problem, config: PersistentConfig) -> int:
   """Pieces in which a consumer stores its tile."""
   found = _epilogue(problem, config, epilogue_room(problem, config))
-  return len(found.pieces((wg_tile(config)[0], stored_cols(problem, config))))
+  return len(found.pieces(stored_tile(problem, config)))
 
 
 def stores_runs(problem: Problem, config: PersistentConfig) -> bool:

@@ -181,7 +181,8 @@ def check_tile(
 
 def check_count(problem: Problem, tile_m: int, tile_n: int) -> str | None:
   """Why there cannot be as many tiles, or None."""
-  num_tiles = problem.batch * cdiv(problem.m, tile_m) * cdiv(problem.product_n, tile_n)
+  tiles_m, tiles_n = cdiv(problem.product_m, tile_m), cdiv(problem.product_n, tile_n)
+  num_tiles = problem.batch * tiles_m * tiles_n
   if num_tiles > MAX_TILES:
     return f"{num_tiles} tiles of {tile_m}x{tile_n}: there may be {MAX_TILES}"
   return None

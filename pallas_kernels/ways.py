@@ -36,16 +36,19 @@ def row_order(way: str | None, *, k_major: bool) -> fragments.RowOrder:
 @functools.lru_cache(maxsize=1024)  # A plan asks for the same few again and again.
 def of(problem: Problem) -> tuple[str, str]:
   """The ways of lhs and rhs."""
+  lhs_pair, rhs_pair = (problem.matrices_of(name) > 1 for name in ("lhs", "rhs"))
   return (
-      _way(problem.lhs_shape, problem.lhs_layout, problem.dtype),
-      _way(problem.rhs_shape, problem.rhs_layout, problem.dtype),
+      _way(problem.lhs_shape, problem.lhs_layout, problem.dtype, is_pair=lhs_pair),
+      _way(problem.rhs_shape, problem.rhs_layout, problem.dtype, is_pair=rhs_pair),
   )
 
 
-def _way(shape, layout: str, dtype) -> str:
+def _way(shape, layout: str, dtype, *, is_pair: bool) -> str:
   _, rows, cols = shape
   if layout == "k-major":
     return "flat"
+  if is_pair:  # A tiled copy of some columns of a slot would bring 8 rows at once.
+    return "chunks"
   fits = not padding.needs_padding(rows, cols, dtype, "tiled")
   # A pass that mends the stride pads whatever else is wanted.
   return "tiled" if fits or cols % tiles.tma_stride_elems(dtype) else "chunks"

@@ -245,9 +245,11 @@ GATED = Epilogue(activation="silu", gated=True)
      ("TN", dataclasses.replace(FULL, gated=True))],
     ids=["alone", "saves", "all"],
 )
-def test_gated(layouts, epilogue):
+@pytest.mark.parametrize("swap", [False, True])
+def test_gated(layouts, epilogue, swap):
   problem = make_problem(130, 152, 136, layouts, batch=2, epilogue=epilogue)
-  check("persistent", problem, small_config("persistent", tile_n=128), bound=8e-3)
+  fields = dict(swap=True, wg_dim="tile", tile_n=64) if swap else dict(tile_n=128)
+  check("persistent", problem, small_config("persistent", **fields), bound=8e-3)
 
 
 @pytest.mark.slow
@@ -255,8 +257,12 @@ def test_gated(layouts, epilogue):
     "fields",
     kernel_cases.mostly_more([
         dict(wg_dim="tile", tile_m=64), dict(cluster_n=2), dict(tile_n=96),
-        dict(cluster_m=2), dict(consumers=1, tile_m=64), dict(tile_n=256, num_stages=2),
-    ], 3),
+        dict(swap=True, wg_dim="tile"), dict(cluster_m=2), dict(consumers=1, tile_m=64),
+        dict(tile_n=256, num_stages=2),
+        dict(swap=True, wg_dim="tile", tile_n=80, cluster_m=2),
+        dict(swap=True, wg_dim="tile", cluster_n=2),
+        dict(swap=True, tile_m=256, consumers=1),
+    ], 4),
     ids=str,
 )
 def test_gated_configs(fields):
@@ -328,13 +334,14 @@ def test_gated_lowers_for_cuda(n):
 @pytest.mark.parametrize(
     ("kernel", "fields", "problem_fields", "named"),
     [
-        ("persistent", dict(swap=True, tile_n=64), {}, "second result"),
         ("persistent", {}, dict(dtype="int8", out_dtype="int32"), "int8"),
         ("triton", {}, {}, "bias"),
         ("pipelined", {}, dict(epilogue=GATED), "only persistent"),
         ("split_k", {}, dict(epilogue=GATED), "only persistent"),
         ("persistent", dict(promote=1), dict(epilogue=GATED), "promote=1"),
         ("persistent", dict(swap=True, tile_n=64), dict(epilogue=GATED), "swap=True"),
+        ("persistent", dict(swap=True, tile_m=64, tile_n=64, consumers=1),
+         dict(epilogue=GATED), "multiple of 128"),
         ("persistent", dict(swap=True, tile_n=64), dict(epilogue=SLOPES), "slopes"),
         ("persistent", dict(swap=True, tile_n=64),
          dict(epilogue=Epilogue(beta=1.0, c_dtype="float32")), "c of 16 bits"),
@@ -367,6 +374,11 @@ GPU_CASES = [
     ("persistent", dict(tile_n=128), dataclasses.replace(FULL, gated=True), (520, 517)),
     ("persistent", dict(wg_dim="tile", tile_m=64), GATED, (520, 517)),
     ("persistent", dict(tile_n=256, cluster_m=2), GATED, (520, 517)),
+    ("persistent", dict(swap=True, wg_dim="tile", tile_n=192),
+     dataclasses.replace(FULL, gated=True), (520,)),
+    ("persistent", dict(swap=True, consumers=1, tile_n=64, cluster_m=2),
+     dataclasses.replace(GATED, saves=True), (520,)),
+    ("persistent", dict(swap=True, tile_n=64), SAVED, (520,)),
     *((kernel, {}, SLOPES, (520, 517)) for kernel in TILE_KERNELS),
     ("persistent", dict(wg_dim="tile", tile_n=192, num_stages=3),
      dataclasses.replace(SLOPES, slopes=2), (520, 517)),
