@@ -91,10 +91,9 @@ def listed(problem: Problem, device: Device) -> Iterator[tuple[str, Config]]:
   ):
     for shape in shapes:
       yield from _specialised(problem, product, device, (*shape, swap))
-    more = (
-        *tile_shapes.filling(product, device), *tile_shapes.in_turns(product, device),
-        *tile_shapes.of_pairs(product),
-    )
+    more = *tile_shapes.filling(product, device), *tile_shapes.in_turns(product, device)
+    if swap:
+      more += *tile_shapes.evenly(product),
     for shape in more:
       if shape not in shapes:
         yield from _specialised(problem, product, device, (*shape, swap), splits=False)

@@ -110,14 +110,16 @@ def test_clusters_share_rows_of_tiles_of_k():
   assert found == [(False, 32), (False, 64), (False, 128)]
 
 
-def test_a_barrier_has_as_many_arrivals_of_gated_products():
-  """Their boxes have 8 rows: those that nobody wants arrive without a byte."""
+@pytest.mark.parametrize("swap", [False, True])
+def test_each_matrix_of_a_gated_product_comes_in_chunks(swap):
+  """Of both, in both loads: 64 rows of k, and of the last k tile those wanted."""
+  fields = dict(swap=True, wg_dim="tile") if swap else {}
   found = copies(
-      "persistent", dict(tile_n=128),
+      "persistent", dict(tile_n=128, **fields),
       make_problem(128, 64, 72, "NN", epilogue=Epilogue(activation="silu", gated=True)),
   )
-  boxes = [predicated for predicated, rows, _ in found if rows == 8]
-  assert len(boxes) == 2 * 2 * 8 and sum(boxes) == 2 * 6
+  chunks = sorted((predicated, rows) for predicated, rows, _ in found if rows < 128)
+  assert chunks == [(False, 16), (False, 16), (False, 64), (False, 64)]
 
 
 @pytest.mark.parametrize(
