@@ -48,9 +48,9 @@ def shared(
 def _alone(problem: Problem, config: PersistentConfig) -> bool:
   """Whether clusters have been seen to lose: of tiles of a gated product in turns.
 
-  In pairs ten such products took 0.997 to 1.12 times as long as alone (H200; most with
-  short k, 4096x3072x768 TN 56.2 us and 50.3). Of 8192x14336x4096, both saved, 192x128
-  in pairs took 3% more under a load that lasts.
+  In pairs eight took 0.997 to 1.118 times as long as alone (H200, five problems;
+  4096x3072x768 TN 56.2 us and 50.3), and 8192x14336x4096, both sums saved, 3% longer
+  under a load that lasts (192x128).
   """
   return problem.epilogue.gated and config.wg_dim == "tile"
 

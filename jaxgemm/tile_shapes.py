@@ -136,13 +136,14 @@ def evenly(product: Problem) -> list[Shape]:
 
   Of those the epilogue stores any number as fast: they are rows of the result. By
   128x200 8192x14336x4096 NN takes 1,353 us, by 128x192 of the operands in their places
-  1,375; 8192x2048x1024 43.5 and by 256x168 46.9. Of 16 products 15 are 0.5 to 8% faster,
-  than by what was the best estimate, one 1.5% slower (H200, in a burst; four of them
-  under a load that lasts 0.5 to 3%).
+  1,375; 8192x2048x1024 43.5 and by 256x168 46.9. Of 15 products 14 are 0.9 to 8% faster
+  than by what the best estimate was before, one 1.5% slower (H200, in a burst; four of
+  them 0.5 to 3% faster under a load that lasts).
 
   A gated product has 64 rows of each of its matrices. In their places, n-major ones have
-  blocks of 64 columns each, so that no tile in turns has more than 128: 192x128 takes
-  2,913 us of 8192x14336x4096 under a load that lasts, 128x200 2,855 (silu, both saved).
+  blocks of 64 columns each, so that no tile in turns has more than 128. Of
+  8192x14336x4096, silu, both sums saved, 192x128 takes 2,913 us under a load that lasts,
+  128x200 2,855 in bands of eight tiles, 2% more in others.
   """
   step = tiles.rhs_block(product)
   if product.itemsize != 2 or product.matrices_of("lhs") == 1 and step > 8:

@@ -14,6 +14,7 @@ from pallas_kernels.problem import Epilogue, Problem
 from tests import kernel_cases
 
 H200 = device.known_device("NVIDIA H200")
+GATED = Epilogue(activation="silu", gated=True)
 
 
 @pytest.mark.parametrize(("k", "listed"), [(256, True), (249, True), (320, True),
@@ -149,8 +150,49 @@ def test_tiles_that_fill_the_sms_once():
 
 def test_large_crooked_products_change_their_operands_about():
   """160 columns are no whole blocks of an n-major rhs, of which 256 rows are."""
-  best = heuristics.candidates(Problem(4611, 6992, 2080, batch=5), H200)[0].config
-  assert (best.tile_m, best.tile_n, best.swap) == (256, 160, True)
+  problem = Problem(4611, 6992, 2080, batch=5)
+  shapes = [
+      (c.config.tile_m, c.config.tile_n, c.config.swap)
+      for c in heuristics.candidates(problem, H200) if c.kernel == "persistent"
+  ]
+  assert (256, 160, True) in shapes
+  # By tiles that share out the result's rows evenly 982 us on an H200, by these 1,048.
+  best = heuristics.candidates(problem, H200)[0].config
+  assert (best.tile_m, best.tile_n, best.wg_dim, best.swap) == (128, 200, "tile", True)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "layouts", "fields", "cols"),
+    [
+        ((8192, 14336, 4096), "NN", {}, 200), ((8192, 14336, 4096), "TT", {}, None),
+        ((4096, 14336, 4096), "NT", {}, 200), ((1024, 1024, 1024), "NT", {}, 176),
+        ((8192, 14336, 4096), "NN", dict(dtype="float32"), None),
+        ((88, 14336, 4096), "NN", {}, None), ((90, 14336, 4096), "NN", {}, 96),
+        ((8192, 14336, 4096), "NN", dict(epilogue=GATED), 200),
+        ((8192, 14336, 4096), "TN", dict(epilogue=GATED), 192),
+        ((2048, 14336, 4096), "NT", dict(epilogue=GATED), 192),
+    ],
+    ids=str,
+)
+def test_tiles_that_share_out_rows_evenly(sizes, layouts, fields, cols):
+  """Of the transposed product; blocks of an n-major operand hold 64 of them."""
+  problem = kernel_cases.make_problem(*sizes, layouts, **fields)
+  shapes = tile_shapes.evenly(problem.transposed)
+  assert shapes == ([(128, cols, 2, "tile")] if cols else [])
+
+
+@pytest.mark.parametrize("layouts", kernel_cases.LAYOUTS)
+@pytest.mark.parametrize("saves", [False, True])
+def test_gated_products_of_many_rows_change_their_operands_about(layouts, saves):
+  """And no CTAs share tiles that consumers take in turn."""
+  epilogue = dataclasses.replace(GATED, saves=saves)
+  problem = kernel_cases.make_problem(8192, 14336, 4096, layouts, epilogue=epilogue)
+  found = heuristics.candidates(problem, H200)
+  best = found[0].config
+  assert (best.tile_m, best.wg_dim, best.swap) == (128, "tile", True)
+  in_turns = [c.config for c in found if getattr(c.config, "wg_dim", "") == "tile"]
+  assert {config.cluster for config in in_turns} == {1}
+  assert any(c.config.cluster > 1 for c in found if c.kernel == "persistent")
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,19 @@ def test_canonical_form(given, wanted, epilogue):
   assert canonical.canonical == canonical
 
 
+@pytest.mark.parametrize("layouts", LAYOUTS)
+def test_the_two_matrices_of_a_gated_product_change_places_too(layouts):
+  epilogue = Epilogue(gated=True, activation="silu", saves=True)
+  problem = make_problem(72, 136, 64, layouts, epilogue=epilogue)
+  turned = problem.transposed
+  assert (turned.product_m, turned.product_n) == (2 * 136, 72)
+  assert (turned.flops, turned.num_bytes) == (problem.flops, problem.num_bytes)
+  assert turned.transposed == problem
+  assert turned.unfused == problem.unfused.transposed
+  alone = dataclasses.replace(problem, epilogue=Epilogue())
+  assert alone.transposed.product_m == 136
+
+
 @pytest.mark.parametrize("rhs_batched", [False, True])
 def test_what_is_shared_changes_places_too(rhs_batched):
   problem = make_problem(64, 1, 48, batch=3, rhs_batched=rhs_batched)

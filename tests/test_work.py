@@ -45,6 +45,34 @@ def test_shared_memory_moves_what_each_wgmma_reads(fields, elements):
   assert found == 128 * (fields["tile_m"] + fields["tile_n"] + elements)
 
 
+@pytest.mark.parametrize("wg_dim", ["m", "tile"])
+def test_wgmma_of_more_columns_takes_less_energy(wg_dim):
+  """Of tiles that fetch as much: each of its instructions reads 64 rows and its columns.
+  """
+  problem = Problem(8192, 28672, 4096)
+  tall, wide = (
+      cost_model.sustained_us(
+          2300.0, problem, PersistentConfig(*sides, wg_dim=wg_dim), H200
+      )
+      for sides in ((256, 128), (128, 256))
+  )
+  assert wide < tall < 1.05 * wide
+
+
+def test_all_sums_of_a_gated_product_enter_its_epilogue():
+  """So it takes as long as a product that stores them all, unless the memory tells."""
+  plain = Problem(8192, 4096, 512)
+  gated = dataclasses.replace(
+      plain, n=2048, epilogue=Epilogue(gated=True, activation="silu")
+  )
+  config = PersistentConfig(128, 256)
+  times = [
+      cost_model.estimate(problem, "persistent", config, H200).time_us
+      for problem in (plain, gated)
+  ]
+  assert times[1] == pytest.approx(times[0], rel=0.03)
+
+
 def test_shared_memory_bounds_tall_tiles():
   """Those that read rhs anew for every 64 rows; tall tiles took 72.5 us, the other 57.7.
   """
