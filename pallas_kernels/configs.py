@@ -69,7 +69,7 @@ class PersistentConfig:
 
   Attributes:
     tile_m, tile_n, tile_k: tile of one CTA; of a gated product tile_n / 2 columns of
-      each rhs.
+      each rhs, or with `swap` tile_m / 2.
     num_stages: slots of the shared-memory ring.
     consumers: warpgroups that multiply, 1 to 3.
     wg_dim: the dimension of the tile that consumers share out; with "tile" two of

@@ -62,9 +62,8 @@ def num_storing(config: PersistentConfig) -> int:
 
 def stored_tile(problem: Problem, config: PersistentConfig) -> tuple[int, int]:
   """Rows and columns that a consumer stores: of one of a gated product's sums."""
-  rows, cols = wg_tile(config)
-  halved = 1 + problem.epilogue.gated
-  return (rows // halved, cols) if config.swap else (rows, cols // halved)
+  (rows, cols), matrices = wg_tile(config), 1 + problem.epilogue.gated
+  return (rows // matrices, cols) if config.swap else (rows, cols // matrices)
 
 
 def stored_cols(problem: Problem, config: PersistentConfig) -> int:
