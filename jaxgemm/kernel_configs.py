@@ -85,15 +85,15 @@ def listed(problem: Problem, device: Device) -> Iterator[tuple[str, Config]]:
       *tile_shapes.COOPERATIVE, *tile_shapes.PING_PONG, *crooked,
       *tile_shapes.fitted(problem),
   ))
-  swapped = dict.fromkeys((*crooked, *tile_shapes.swapped(problem)))
+  swapped = dict.fromkeys((
+      *crooked, *tile_shapes.swapped(problem), *tile_shapes.evenly(problem),
+  ))
   for product, swap, shapes in (
       (problem, False, usual), (problem.transposed, True, swapped)
   ):
     for shape in shapes:
       yield from _specialised(problem, product, device, (*shape, swap))
     more = *tile_shapes.filling(product, device), *tile_shapes.in_turns(product, device)
-    if swap:
-      more += *tile_shapes.evenly(product),
     for shape in more:
       if shape not in shapes:
         yield from _specialised(problem, product, device, (*shape, swap), splits=False)

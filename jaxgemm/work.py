@@ -11,7 +11,7 @@ from jaxgemm import operand_passes
 from jaxgemm.device import Device
 from pallas_kernels import (
   direct,
-  epilogue,
+  epilogue_choice,
   exchange,
   parts,
   persistent,
@@ -54,7 +54,8 @@ class Work:
     row_bytes: of the result, as it is stored.
     masked: whether threads store it, and mask what lies beyond: TMA stores rows that
       begin a multiple of 16 bytes apart.
-    stored_wide: whether they store what TMA could as well: see `epilogue.stores_wide`.
+    stored_wide: whether they store what TMA could as well: see
+      `epilogue_choice.stores_wide`.
     runs: whether its tiles leave in one bulk copy each all the same.
     halo: columns that a tile shares with the next, so that it stores whole sectors.
     lhs_way: see `ways.of_lhs`.
@@ -84,14 +85,14 @@ class Work:
         specialised.row_order(problem, config) != "as they are"
     )
     self.stored_wide = self.sums == 1 and self._stores(
-        specialised.stores_wide, epilogue.stores_wide
+        specialised.stores_wide, epilogue_choice.stores_wide
     )
     self.masked = self.sums == 1 and (
         kernel == direct.NAME or self.row_bytes % 16 > 0 or reordered
         or self.stored_wide
     )
     self.runs = self.masked and self._stores(
-        specialised.stores_runs, epilogue.stores_runs
+        specialised.stores_runs, epilogue_choice.stores_runs
     )
     if self.runs:
       self.masked, self.row_bytes = False, tiles.SWIZZLE_BYTES  # Without gaps.

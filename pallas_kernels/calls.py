@@ -14,6 +14,7 @@ from pallas_kernels import (
   activations,
   block_scales,
   dependent,
+  epilogue_choice,
   lhs_registers,
   norms,
   operand_tiles,
@@ -142,7 +143,7 @@ def make_call(
     prepared = preparing.prepare(
         *lhs_and_rhs, problem, config, emulated=emulated, by_registers=by_registers,
     )
-  epilogue = epilogues.make_epilogue(
+  epilogue = epilogue_choice.make_epilogue(
       result, stored_cols, num_wgs, emulated=emulated,
       transposed=getattr(config, "swap", False), by_registers=by_registers,
       overlapping=overlapping, room=room,
@@ -156,4 +157,4 @@ def make_call(
 
 def epilogue_bytes(*args, **kwargs) -> int:
   """Shared memory on the chip of what `make_epilogue` returns."""
-  return epilogues.make_epilogue(*args, emulated=False, **kwargs).smem_bytes
+  return epilogue_choice.make_epilogue(*args, emulated=False, **kwargs).smem_bytes

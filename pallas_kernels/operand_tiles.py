@@ -70,8 +70,8 @@ class Operand:
     way: see the module's docstring.
     num_parts: arrays of which it consists; a slot has a tile of each (see `parts`).
     emulated: whether every copy is a tiled one.
-    num_arrays: arrays whose tiles lie side by side in one slot, along mn: the pair of a
-      gated product. `mn` is of one of them, `tile_mn` of all.
+    num_arrays: arrays whose tiles lie side by side in one slot, along mn: the two
+      matrices of a gated product. `mn` is of one of them, `tile_mn` of all.
     packed: whether they are one array, the one behind the other along mn.
     source: dtype of the array that consumers convert, or "".
   """

@@ -29,8 +29,8 @@ def prepare(
   bits that TF32 lacks (dropping them would cost 2.6 times the error).
 
   Args:
-    lhs, rhs: [batch, ., .] as the problem stores them: the parts of each, or the pair
-      of a gated product, in one array or two, or those of each of its terms.
+    lhs, rhs: [batch, ., .] as the problem stores them: the parts of each, or the two
+      matrices of a gated product, in one array or two, or those of each of its terms.
     problem: the problem.
     config: has `tile_m`, `tile_n` and `tile_k`, and may say the way of what is
       misaligned.
@@ -60,11 +60,6 @@ def prepare(
   for is_lhs, dtype, its_way, (its, k_major, tile_mn, mn, batched) in (
       (True, dtypes[0], lhs_way, lhs_facts), (False, dtypes[1], rhs_way, rhs_facts),
   ):
-    counts = len(its), 1, False
-    if problem.matrices_of("lhs" if is_lhs else "rhs") > 1:
-      counts = 1, 2, len(its) == 1
-    elif problem.terms > 1:
-      counts = 1, 1, False
     if its_way == "tiled" and tile_mn % tiles.swizzle_elems(dtype):
       its_way = "chunks"
     pad_for.append(None)
@@ -80,6 +75,11 @@ def prepare(
       else:
         pad_for[-1] = its_way
     arrays.append(its)
+    counts = len(its), 1, False
+    if problem.matrices_of("lhs" if is_lhs else "rhs") > 1:
+      counts = 1, 2, len(its) == 1
+    elif problem.terms > 1:
+      counts = 1, 1, False
     found.append(
         Operand(
             is_lhs, k_major, tile_mn, config.tile_k, dtype, several and batched, mn,

@@ -146,8 +146,8 @@ class Problem:
     terms: products that are added up before anything else happens to them. lhs and rhs
       are as many arrays each, of equal shares of k: k and the shapes below are of those
       side by side.
-    pair: the operand of a gated product that is two matrices: lhs where the operands
-      have changed places (`transposed`).
+    gated_operand: which operand of a gated product is two matrices: lhs where the
+      operands have changed places (`transposed`).
   """
 
   m: int
@@ -167,7 +167,7 @@ class Problem:
   grouped: Literal["", "m", "k"] = ""
   norm_eps: float | None = None
   terms: int = 1
-  pair: Literal["rhs", "lhs"] = "rhs"
+  gated_operand: Literal["rhs", "lhs"] = "rhs"
 
   @property
   def layouts(self) -> str:
@@ -188,7 +188,7 @@ class Problem:
         slopes=0, c_dtype=None if self.epilogue.slopes else self.epilogue.c_dtype,
     )
     return dataclasses.replace(
-        self, m=self.product_m, n=self.product_n, epilogue=epilogue, pair="rhs"
+        self, m=self.product_m, n=self.product_n, epilogue=epilogue, gated_operand="rhs"
     )
 
   @property
@@ -237,8 +237,8 @@ class Problem:
     return (1 if self.grouped == "m" else self.batch, self.m, self.n)
 
   def matrices_of(self, operand: Literal["lhs", "rhs"]) -> int:
-    """Matrices that an operand of each product is: of a gated one its pair is two."""
-    return 1 + (self.epilogue.gated and self.pair == operand)
+    """Matrices that an operand of each product is: one, or of a gated product two."""
+    return 1 + (self.epilogue.gated and self.gated_operand == operand)
 
   @property
   def product_m(self) -> int:
@@ -286,7 +286,7 @@ class Problem:
         lhs_batched=self.rhs_batched, rhs_batched=self.lhs_batched,
         dtype=self.rhs_dtype,
         lhs_source=self.rhs_source, rhs_source=self.lhs_source,
-        pair="lhs" if self.matrices_of("rhs") > 1 else "rhs",
+        gated_operand="lhs" if self.matrices_of("rhs") > 1 else "rhs",
         algorithm=(
             _MIXED[1 - _MIXED.index(self.algorithm)]
             if self.algorithm in _MIXED else self.algorithm

@@ -1,9 +1,9 @@
 """Pieces of a result that TMA cannot store, or not as fast, stored through registers.
 
 TMA wants rows that begin a multiple of 16 bytes apart, and pieces of 128 bytes of them
-(see `epilogue.stores_wide`). Here the threads of a warpgroup write the piece instead,
-each as many bytes at once as every row is aligned to, a unit, and only what lies inside
-the result:
+(see `epilogue_choice.stores_wide`). Here the threads of a warpgroup write the piece
+instead, each as many bytes at once as every row is aligned to, a unit, and only what lies
+inside the result:
 
   registers -> shared memory -> registers -> GMEM
 

@@ -14,6 +14,7 @@ from pallas_kernels import (
   accumulate,
   block_scales,
   conversions,
+  epilogue_choice,
   fragments,
   lhs_registers,
   norms,
@@ -25,8 +26,8 @@ from pallas_kernels import (
   tiles,
   ways,
 )
-from pallas_kernels import epilogue as epilogues
 from pallas_kernels.configs import PersistentConfig
+from pallas_kernels.epilogue import Epilogue
 from pallas_kernels.problem import Problem
 
 MAX_TILE_N = 384  # Columns of a tile: those of two wgmma that need 192 registers.
@@ -293,8 +294,10 @@ def stores_runs(problem: Problem, config: PersistentConfig) -> bool:
 
 
 def stores_wide(problem: Problem, config: PersistentConfig) -> bool:
-  """Whether threads store what TMA could: see `epilogue.stores_wide`."""
-  if config.swap or not epilogues.stores_wide(problem, stored_cols(problem, config)):
+  """Whether threads store what TMA could: see `epilogue_choice.stores_wide`."""
+  if config.swap:
+    return False
+  if not epilogue_choice.stores_wide(problem, stored_cols(problem, config)):
     return False
   found = _epilogue(problem, config, epilogue_room(problem, config))
   return found.out.way == "masked"
@@ -302,12 +305,12 @@ def stores_wide(problem: Problem, config: PersistentConfig) -> bool:
 
 def _epilogue(
     problem: Problem, config: PersistentConfig, room: int, cols: int | None = None
-) -> epilogues.Epilogue:
+) -> Epilogue:
   """That on the chip."""
   cols, transposed = cols or stored_cols(problem, config), config.swap
   if config.split_lhs and config.swap:  # The transposed product, stored as it is.
     problem, transposed = problem.transposed, False
-  return epilogues.make_epilogue(
+  return epilogue_choice.make_epilogue(
       problem, cols, num_storing(config), emulated=False, transposed=transposed,
       room=room, row_order=row_order(problem, config),
   )

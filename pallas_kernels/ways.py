@@ -36,18 +36,18 @@ def row_order(way: str | None, *, k_major: bool) -> fragments.RowOrder:
 @functools.lru_cache(maxsize=1024)  # A plan asks for the same few again and again.
 def of(problem: Problem) -> tuple[str, str]:
   """The ways of lhs and rhs."""
-  lhs_pair, rhs_pair = (problem.matrices_of(name) > 1 for name in ("lhs", "rhs"))
+  lhs, rhs = (problem.matrices_of(operand) for operand in ("lhs", "rhs"))
   return (
-      _way(problem.lhs_shape, problem.lhs_layout, problem.dtype, is_pair=lhs_pair),
-      _way(problem.rhs_shape, problem.rhs_layout, problem.dtype, is_pair=rhs_pair),
+      _way(problem.lhs_shape, problem.lhs_layout, problem.dtype, lhs),
+      _way(problem.rhs_shape, problem.rhs_layout, problem.dtype, rhs),
   )
 
 
-def _way(shape, layout: str, dtype, *, is_pair: bool) -> str:
+def _way(shape, layout: str, dtype, matrices: int) -> str:
   _, rows, cols = shape
   if layout == "k-major":
     return "flat"
-  if is_pair:  # A tiled copy of some columns of a slot would bring 8 rows at once.
+  if matrices > 1:  # A tiled copy of some columns of a slot would bring 8 rows at once.
     return "chunks"
   fits = not padding.needs_padding(rows, cols, dtype, "tiled")
   # A pass that mends the stride pads whatever else is wanted.

@@ -177,7 +177,7 @@ def test_large_crooked_products_change_their_operands_about():
 def test_tiles_that_share_out_rows_evenly(sizes, layouts, fields, cols):
   """Of the transposed product; blocks of an n-major operand hold 64 of them."""
   problem = kernel_cases.make_problem(*sizes, layouts, **fields)
-  shapes = tile_shapes.evenly(problem.transposed)
+  shapes = tile_shapes.evenly(problem)
   assert shapes == ([(128, cols, 2, "tile")] if cols else [])
 
 

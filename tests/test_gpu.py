@@ -14,7 +14,7 @@ import jaxgemm
 from jaxgemm import heuristics, reference
 from jaxgemm.device import current_device
 from pallas_kernels import TILE_KERNELS as KERNELS
-from pallas_kernels import epilogue as epilogues
+from pallas_kernels import epilogue_choice
 from pallas_kernels.problem import Epilogue
 from tests import kernel_cases
 from tests.gpu_cases import check, check_all, launch
@@ -293,7 +293,7 @@ def test_results_of_whole_rows(kernel, fields, out_dtype):
   for m, n in ((1000, 71), (1, 1), (63, 69), (3, 5), (129, 61)):
     for batch in (1, 3):
       problem = make_problem(m, n, 200, "NT", batch=batch, out_dtype=out_dtype)
-      assert epilogues.stores_runs(problem, 72)
+      assert epilogue_choice.stores_runs(problem, 72)
       wanted = dict(tile_m=64, tile_n=80, promote=promote) | fields
       check(kernel, problem, small_config(kernel, **wanted))
 

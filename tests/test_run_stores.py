@@ -12,8 +12,7 @@ import pytest
 
 from jaxgemm import heuristics
 from jaxgemm.device import known_device
-from pallas_kernels import epilogue as epilogues
-from pallas_kernels import run_stores, tiles
+from pallas_kernels import epilogue_choice, run_stores, tiles
 from tests.kernel_cases import lowered, make_problem, small_config
 
 pytestmark = pytest.mark.slow  # The other JAX version need not run them too.
@@ -122,7 +121,7 @@ def test_each_element_leaves_once(
 def test_lowers_for_cuda(kernel):
   for n, dtype in ((97, "bfloat16"), (50, "float32")):
     problem = make_problem(205, n, 328, "NN", "bfloat16", out_dtype=dtype, batch=2)
-    assert epilogues.stores_runs(problem, 128)
+    assert epilogue_choice.stores_runs(problem, 128)
     lowered(kernel, problem, small_config(kernel))
 
 
@@ -130,4 +129,4 @@ def test_plans():
   """ViT's scores: tiles of all columns."""
   problem = make_problem(197, 197, 64, "NT", batch=512)
   best = heuristics.candidates(problem, known_device("NVIDIA H200"))[0]
-  assert epilogues.stores_runs(problem, best.config.tile_n)
+  assert epilogue_choice.stores_runs(problem, best.config.tile_n)

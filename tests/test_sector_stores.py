@@ -14,8 +14,7 @@ from jaxgemm import cost_model, heuristics, traffic
 from jaxgemm.cost_constants import MODEL
 from jaxgemm.device import known_device
 from jaxgemm.work import Work
-from pallas_kernels import KERNELS, sector_stores, staging, tiles
-from pallas_kernels import epilogue as epilogues
+from pallas_kernels import KERNELS, epilogue_choice, sector_stores, staging, tiles
 from pallas_kernels.configs import DirectConfig
 from pallas_kernels.problem import Epilogue
 from pallas_kernels.register_loads import RegisterLoads
@@ -38,7 +37,9 @@ def test_pieces_cover_a_tile_and_have_the_halo_in_common(halo):
     cols = staging.sector_cols(tile_n, halo)
     assert halo < cols <= staging.WIDE_COLS and cols % 8 == 0
     problem = make_problem(64, {8: 1000, 16: ODD}[halo], 64)
-    found = epilogues.make_epilogue(problem, tile_n, 1, emulated=False, overlapping=True)
+    found = epilogue_choice.make_epilogue(
+        problem, tile_n, 1, emulated=False, overlapping=True
+    )
     assert (found.out.way, found.out.cols, found.halo) == ("sectors", cols, halo)
     starts = [start for _, start, _ in found.pieces((64, tile_n))]
     assert starts[0] == 0 and starts[-1] + cols == tile_n
@@ -210,7 +211,7 @@ def test_what_cannot_be_is_refused():
 
 def test_an_emulator_stores_as_it_does():
   problem = make_problem(70, 201, 40, "NT")
-  found = epilogues.make_epilogue(problem, 128, 1, emulated=True, overlapping=True)
+  found = epilogue_choice.make_epilogue(problem, 128, 1, emulated=True, overlapping=True)
   assert (found.out.way, found.halo) == ("tiled", 0)
   kernel_cases.check("direct", problem, OVERLAP)
 

@@ -13,13 +13,13 @@ from jaxgemm.device import known_device
 from jaxgemm.work import Work
 from pallas_kernels import (
   KERNELS,
+  epilogue_choice,
   fragments,
   register_stores,
   specialised,
   staging,
   tiles,
 )
-from pallas_kernels import epilogue as epilogues
 from pallas_kernels.problem import Epilogue
 from tests import gpu_cases, kernel_cases
 from tests.kernel_cases import LAYOUTS, lowered, make_problem, small_config
@@ -71,7 +71,7 @@ def test_where_threads_store(n, facts, fields, way, cols):
 
 def test_an_emulator_stores_as_it_does():
   problem = make_problem(512, WITHIN, 256)
-  found = epilogues.make_epilogue(problem, 128, 2, emulated=True)
+  found = epilogue_choice.make_epilogue(problem, 128, 2, emulated=True)
   assert found.out.way == "tiled"
 
 

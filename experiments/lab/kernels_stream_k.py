@@ -34,13 +34,13 @@ from pallas_kernels import (
   accumulate,
   calls,
   compat,
+  epilogue_choice,
   ring_reads,
   roles,
   specialised,
   staging,
   tiles,
 )
-from pallas_kernels import epilogue as epilogues
 from pallas_kernels import ring as rings
 from pallas_kernels.configs import PersistentConfig
 from pallas_kernels.problem import Problem
@@ -148,7 +148,7 @@ def _multiply(operands, problem, config, units, interpret) -> tuple[jax.Array, j
   ring = rings.Ring(call.prepared, config.num_stages, config.consumers, 1, k_steps=1)
   grid = tiles.TileGrid.of(problem, config.tile_m, config.tile_n)
   sums = _partial_sums(problem, config, units.ctas)
-  of_sums = epilogues.make_epilogue(
+  of_sums = epilogue_choice.make_epilogue(
       sums, wg_tile[1], config.consumers, emulated=interpret is not None
   )
 
@@ -246,7 +246,7 @@ def _mend(out, partials, problem, config, units, interpret) -> jax.Array:
   pieces = config.tile_m // staging.PIECE_ROWS * pieces_n
   grid = tiles.TileGrid.of(problem, config.tile_m, config.tile_n)
   emulated = interpret is not None
-  epilogue = epilogues.make_epilogue(problem, piece_cols, 1, emulated=emulated)
+  epilogue = epilogue_choice.make_epilogue(problem, piece_cols, 1, emulated=emulated)
 
   def _kernel(out_gmem, sums_gmem, **refs):
     k_steps, per = jnp.int32(units.k_steps), jnp.int32(units.per)
