@@ -75,8 +75,7 @@ def product(kernel: str, problem: Problem, config: Config, *, packed=False) -> C
     lhs = (of(problem.term.lhs_shape, lhs_dtype),) * problem.terms
     rhs = (of(problem.term.rhs_shape, rhs_dtype),) * problem.terms
   found = [lhs, rhs]
-  if epilogue.has_c:
-    found.append(of(problem.out_shape, epilogue.c_dtype))
+  found += [of(problem.out_shape, epilogue.c_dtype) for _ in range(epilogue.num_c)]
   if epilogue.has_bias:
     found += [of((problem.n,), problem.out_dtype)] * (1 + epilogue.gated)
   if epilogue.scaling == "rows":
@@ -165,6 +164,9 @@ FUSED = dataclasses.replace(
 GATED = dataclasses.replace(
     PLAIN, epilogue=Epilogue(has_bias=True, activation="silu", gated=True, saves=True)
 )
+SLOPES = dataclasses.replace(
+    PLAIN, epilogue=Epilogue(activation="silu", slopes=2, c_dtype="bfloat16")
+)
 LAYOUTS = {
     "nn": ("k-major", "n-major"), "nt": ("k-major", "k-major"),
     "tn": ("m-major", "n-major"), "tt": ("m-major", "k-major"),
@@ -238,6 +240,8 @@ CASES: dict[str, Case] = {
     "persistent cluster n": _persistent(PLAIN, _config(cluster_n=4)),
     "persistent turns in a cluster": _persistent(
         PLAIN, _config(wg_dim="tile", cluster_m=2)),
+    "persistent shares and a rest": _persistent(  # That each CTA of two loads for itself.
+        _laid_out(_with(PLAIN, n=344), "nt"), _config(tile_n=88, cluster_m=2)),
     "persistent three consumers": _persistent(PLAIN, _config(tile_m=192, consumers=3)),
     "persistent one consumer": _persistent(PLAIN, _one_consumer()),
     "persistent chunks": _persistent(_laid_out(PLAIN, "tn"), _config(tile_m=256)),
@@ -281,6 +285,9 @@ CASES: dict[str, Case] = {
     "persistent fused swap": _persistent(
         _with(PLAIN, epilogue=Epilogue(has_bias=True, activation="silu")),
         _config(tile_n=80, swap=True)),
+    "persistent slopes": _persistent(SLOPES, _config()),
+    "persistent slopes swap": _persistent(
+        SLOPES, _config(tile_n=80, wg_dim="tile", swap=True)),
     "persistent gated": _persistent(GATED, _config(tile_n=128, num_stages=3)),
     "persistent gated swap": _persistent(
         GATED, _config(tile_n=80, wg_dim="tile", swap=True)),

@@ -276,9 +276,8 @@ def _matrix(work: Work, device: Device, model: Model) -> float:
   matrix = 2 * config.tile_m * tile_n * config.tile_k / rate
   if work.has_roles and (config.wg_dim == "tile" or config.consumers == 1):
     matrix *= model.single
-  wg_n = warpgroup_tile(config)[1]
-  if wg_n > tiles.WGMMA_COLS:
-    matrix *= model.wide
+    if warpgroup_tile(config)[1] > tiles.WGMMA_COLS:
+      matrix *= model.wide
   return matrix
 
 

@@ -12,6 +12,7 @@ from pallas_kernels.problem import Problem
 
 _BIG_TILE = 128 * 192  # From here on multicast has been seen to win.
 _LEAST_SHARE = 0.3  # Of what a CTA loads, that is worth sharing.
+_LEAST_STEPS = 32  # k tiles of tiles in turns, whose CTAs else wait for each other.
 
 
 def shared(
@@ -32,8 +33,9 @@ def shared(
     elif kernel != "split_k":
       if parts.is_split(problem):  # Each tile brings as many as there are parts.
         sizes = [(2, 1), (1, 2)]
-      elif config.tile_m * config.tile_n >= _BIG_TILE and not _alone(problem, config):
-        sizes = [(2, 1)]
+      elif config.tile_m * config.tile_n >= _BIG_TILE:
+        alone = _alone(problem, config) or _shares_unevenly(config)
+        sizes = [] if alone else [(2, 1)]
     product = specialised.multiplied(problem, config)
     for along_m, along_n in sizes:
       if along_m == 1 < along_n and _shares_little(product, config):
@@ -46,13 +48,31 @@ def shared(
 
 
 def _alone(problem: Problem, config: PersistentConfig) -> bool:
-  """Whether clusters have been seen to lose: of tiles of a gated product in turns.
+  """Whether clusters have been seen to lose: of tiles in turns.
 
-  In pairs eight took 0.997 to 1.118 times as long as alone (H200, five problems;
-  4096x3072x768 TN 56.2 us and 50.3), and 8192x14336x4096, both sums saved, 3% longer
-  under a load that lasts (192x128).
+  Those that take few k tiles, of swapped operands or a gated product: of 12 to 16 two
+  plain and three gated ones took 1.00 to 1.12 times as long in pairs as alone, and one
+  that saves 0.989; of 32 to 128 twelve took 0.98 to 1.001. And tiles of a gated product
+  that have more rows than columns, which are what pairs share: two of 48 k tiles by
+  192x128 took 1.05 times as long (H200, in a burst). Under a load that lasts pairs take
+  less energy: 8192x14336x4096, gated, both sums saved, 2,777 us by pairs of 128x200, and
+  2,887.
   """
-  return problem.epilogue.gated and config.wg_dim == "tile"
+  if config.wg_dim != "tile":
+    return False
+  gated = problem.epilogue.gated
+  few = tiles.cdiv(problem.k, config.tile_k) < _LEAST_STEPS
+  return few and (gated or config.swap) or gated and config.tile_m > config.tile_n
+
+
+def _shares_unevenly(config: PersistentConfig) -> bool:
+  """Whether two CTAs load eight of a tile's columns each for itself, and lose by it.
+
+  By tiles that consumers share out: 2048x14336x4096 NN took 1.04 times as long in pairs
+  of 128x296 as alone, 2048x8192x28672 NT 1.05 times in pairs of 128x200, 4096x8192x28672
+  NT as long in pairs of 256x200 (H200).
+  """
+  return config.wg_dim != "tile" and config.tile_n % (2 * tiles.SWIZZLE_ROWS) > 0
 
 
 def _shares_little(product: Problem, config: PersistentConfig) -> bool:

@@ -12,12 +12,13 @@ from pallas_kernels.problem import Problem
 # tile_m, tile_n, consumers, wg_dim of the warp-specialised kernels.
 Shape = tuple[int, int, int, str]
 
+_WIDE: Shape = (128, 320, 2, "m")
 COOPERATIVE: tuple[Shape, ...] = (
     (128, 256, 2, "m"), (256, 128, 2, "m"), (192, 256, 2, "n"), (128, 224, 2, "m"),
     (128, 192, 2, "m"), (192, 128, 2, "n"), (128, 160, 2, "m"), (128, 128, 2, "m"),
     (64, 256, 2, "n"), (128, 64, 2, "m"), (128, 128, 1, "m"), (128, 64, 1, "m"),
     (64, 192, 1, "m"), (64, 128, 1, "m"), (64, 64, 1, "m"), (64, 32, 1, "m"),
-    (128, 384, 2, "m"), (128, 320, 2, "m"), (64, 384, 1, "m"), (64, 320, 1, "m"),
+    (128, 384, 2, "m"), _WIDE, (64, 384, 1, "m"), (64, 320, 1, "m"),
     (192, 192, 3, "m"), (192, 128, 3, "m"),
 )
 # Of consumers that take tiles in turn.
@@ -153,6 +154,19 @@ def evenly(problem: Problem) -> list[Shape]:
   most = _MOST_EVENLY // step * step
   cols = tiles.round_up(tiles.cdiv(product.n, tiles.cdiv(product.n, most)), step)
   return [(128, cols, 2, "tile")] if cols >= _LEAST_IN_TURNS else []
+
+
+def wide(problem: Problem) -> list[Shape]:
+  """Tiles of many columns, from swapped operands, where lhs is m-major.
+
+  It has blocks of 64 rows then, of which few sizes of tiles have whole ones.
+  14336x4096x8192 TN takes 1,357 us so, by 128x256 1,382, and under a load that lasts
+  1,393 and 1,432; in its place, 4096x14336x8192 TN by the same tile 1,341 and 1,357,
+  1,372 and 1,413 (H200).
+  """
+  large = problem.m > _NARROW
+  blocks = tiles.rhs_block(problem.transposed) > tiles.column_step(problem.dtype)
+  return [_WIDE] if large and blocks and problem.itemsize == 2 else []
 
 
 def skewed(product: Problem, device: Device, consumers: int) -> list[int]:

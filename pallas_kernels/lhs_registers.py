@@ -88,10 +88,12 @@ def prepare(
       operand_tiles.Operand(
           True, k_major, config.tile_m, TILE_K, "float32",
           several and problem.lhs_batched, problem.m, problem.k, way, emulated,
+          shared=config.cluster_n,
       ),
       operand_tiles.Operand(
           False, rhs_k_major, config.tile_n, TILE_K, "bfloat16",
           several and problem.rhs_batched, problem.n, problem.k, rhs_way, emulated, 3,
+          shared=config.cluster_m,
       ),
   )
 

@@ -74,6 +74,7 @@ class Operand:
       matrices of a gated product. `mn` is of one of them, `tile_mn` of all.
     packed: whether they are one array, the one behind the other along mn.
     source: dtype of the array that consumers convert, or "".
+    shared: CTAs of a cluster that have the same tile: each copies a part of it for all.
   """
 
   is_lhs: bool
@@ -90,6 +91,7 @@ class Operand:
   num_arrays: int = 1
   packed: bool = False
   source: str = ""
+  shared: int = 1
 
   @property
   def swizzle(self) -> int:
@@ -146,11 +148,23 @@ class Operand:
     return self.tile_mn // self.num_arrays
 
   @property
+  def _shared_rows(self) -> int:
+    """What the rows of a copy that CTAs share divide by: each copies whole tiles of 8."""
+    return tiles.SWIZZLE_ROWS * self.shared
+
+  @property
   def _boxes(self) -> tuple[tuple[int, int], ...]:
-    """(first row, rows) of the copies of a flat tile of one array."""
-    if self.array_mn <= tiles.TMA_BOX_LIMIT:
-      return ((0, self.array_mn),)
-    return tiles.instruction_columns(self.array_mn)
+    """(first row, rows) of the copies of a flat tile of one array.
+
+    The last may be of rows too few to share: each CTA of a cluster copies those for
+    itself.
+    """
+    rest = self.array_mn % self._shared_rows
+    rows = self.array_mn - rest
+    boxes = ((0, rows),)
+    if rows > tiles.TMA_BOX_LIMIT:
+      boxes = tiles.instruction_columns(rows)
+    return tuple(box for box in (*boxes, (rows, rest)) if box[1])
 
   def slots(self, num_slots: int) -> Any:
     """Scratch type of `num_slots` slots in shared memory, each a tile of each part."""
@@ -181,11 +195,11 @@ class Operand:
 
   def load(
       self, gmem: Sequence[Ref], slots: Ref, slot, barrier: Ref, *, batch, mn, k, part=0,
-      depth: int | None = None, collective_axes=None, cluster: int = 1,
+      depth: int | None = None, axis: str = "",
   ) -> None:
     """Starts the copies of a part of the tile at (mn, k); they arrive on `barrier`.
 
-    With `collective_axes` the `cluster` CTAs along them load a part each, for all.
+    The CTAs that share it are those along `axis` of a cluster.
     `depth` of k are wanted; by default all. Rows of k beyond them are not loaded, of an
     operand in one of the first three ways.
     """
@@ -201,14 +215,14 @@ class Operand:
       return
     slots = self._views(slots)[0]
     slot, size = slot * self.num_parts + part, self.array_mn
-    # Each CTA of a cluster loads whole rows of tiles.
-    depth = min(self.tile_k, tiles.round_up(depth or self.tile_k, 8 * cluster))
+    depth = min(self.tile_k, tiles.round_up(depth or self.tile_k, self._shared_rows))
 
     def copy(array, dst, rows, cols, wanted=True):
       source = gmem[0 if self.packed else part + array]
+      is_shared = self.shared > 1 and rows[1] % self._shared_rows == 0
       _copy_if(
           wanted, source.at[batch, pl.ds(*rows), pl.ds(*cols)], dst, barrier,
-          collective_axes=collective_axes, emulated=self.emulated,
+          collective_axes=(axis,) if is_shared else None, emulated=self.emulated,
       )
 
     if self.way == "converted":
@@ -228,7 +242,7 @@ class Operand:
     for array in range(self.num_arrays):
       copy_rows = functools.partial(copy, array, cols=(k, self.tile_k))
       origin = self._origin(array)
-      self._load_rows(copy_rows, slots.at[slot], array * size, mn, origin, cluster)
+      self._load_rows(copy_rows, slots.at[slot], array * size, mn, origin)
 
   def _load_chunks(self, copy, slot: Ref, mn, k, depth: int) -> None:
     """Loads `depth` rows of the chunks of the tile at (mn, k) that have any of mn."""
@@ -247,10 +261,10 @@ class Operand:
     pl.when(mn + size <= self.mn)(lambda: load(True))
     pl.when(mn + size > self.mn)(lambda: load(False))
 
-  def _load_rows(self, copy, slot: Ref, begin: int, mn, origin, cluster: int) -> None:
+  def _load_rows(self, copy, slot: Ref, begin: int, mn, origin) -> None:
     """Loads the rows of one array's tile at `mn` to those of a slot from `begin` on.
 
-    Of the last tile no more than it has: each CTA of a cluster whole rows of tiles.
+    Of the last tile no more than it has, but for what CTAs that share it round it up to.
     """
 
     def load(num_rows: int, wanted=True) -> None:
@@ -260,7 +274,7 @@ class Operand:
         to, at = slot.at[pl.ds(begin + first, rows)], (mn + origin + first, rows)
         copy(to, at, wanted=some and wanted)
 
-    size, last = self.array_mn, tiles.round_up(self._last_mn, 8 * cluster)
+    size, last = self.array_mn, tiles.round_up(self._last_mn, self._shared_rows)
     if self.mn < size or last >= size:
       load(min(last, size))
       return

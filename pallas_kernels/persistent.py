@@ -90,7 +90,6 @@ def make_ring(
   return rings.Ring(
       call.prepared, config.num_stages, specialised.num_readers(config), teams, k_steps,
       specialised.num_producers(config),
-      lhs_shared=config.cluster_n, rhs_shared=config.cluster_m,
       factors=block_scales.BlockScales.of(call.result, config), last_depth=last_depth,
       norm=norms.of(call.result, config, emulated=call.interpret is not None),
   )

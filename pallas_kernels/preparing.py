@@ -55,9 +55,17 @@ def prepare(
   arrays, pad_for, found = [], [], []
   dtypes = problem.dtype, problem.rhs_dtype
   lhs_way, rhs_way = ways.of(problem)
-  lhs_facts = tuple(lhs), lhs_k_major, config.tile_m, problem.m, problem.lhs_batched
-  rhs_facts = tuple(rhs), rhs_k_major, config.tile_n, problem.n, problem.rhs_batched
-  for is_lhs, dtype, its_way, (its, k_major, tile_mn, mn, batched) in (
+  # Neighbours along n share a tile of lhs, those along m one of rhs.
+  lhs_shared, rhs_shared = (
+      getattr(config, axis, 1) for axis in ("cluster_n", "cluster_m")
+  )
+  lhs_facts = (
+      tuple(lhs), lhs_k_major, config.tile_m, problem.m, problem.lhs_batched, lhs_shared
+  )
+  rhs_facts = (
+      tuple(rhs), rhs_k_major, config.tile_n, problem.n, problem.rhs_batched, rhs_shared
+  )
+  for is_lhs, dtype, its_way, (its, k_major, tile_mn, mn, batched, shared) in (
       (True, dtypes[0], lhs_way, lhs_facts), (False, dtypes[1], rhs_way, rhs_facts),
   ):
     if its_way == "tiled" and tile_mn % tiles.swizzle_elems(dtype):
@@ -85,6 +93,7 @@ def prepare(
             is_lhs, k_major, tile_mn, config.tile_k, dtype, several and batched, mn,
             problem.k, its_way, emulated, *counts,
             source=problem.lhs_source if is_lhs else "",
+            shared=shared,
         )
     )
   by_kernel = not emulated and problem.dtype != "float32"  # Those are rounded anyway.

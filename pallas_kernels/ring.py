@@ -62,8 +62,6 @@ class Ring:
     teams: 1 or 2, see the module's docstring.
     k_steps: slots that a tile takes.
     num_producers: warpgroups that load, see the module's docstring.
-    lhs_shared, rhs_shared: CTAs of a cluster that share a tile: those along n one of
-      lhs, those along m one of rhs. Each copies a part of it, by multicast.
     factors: where the product has some of blocks, which come with each k tile.
     last_depth: elements of k that are loaded and multiplied of a tile's last k tile, a
       multiple of 16; 0: all. One producer loads then.
@@ -76,8 +74,6 @@ class Ring:
   teams: int
   k_steps: int
   num_producers: int = 1
-  lhs_shared: int = 1
-  rhs_shared: int = 1
   factors: block_scales.BlockScales | None = None
   last_depth: int = 0
   norm: norms.Norm | None = None
@@ -97,7 +93,7 @@ class Ring:
 
   def scratch(self) -> dict[str, Any]:
     # Whoever copies into the slots of this CTA: its neighbours along either axis.
-    shared = {ALONG_N: self.lhs_shared, ALONG_M: self.rhs_shared}
+    shared = {ALONG_N: self.lhs.shared, ALONG_M: self.rhs.shared}
     axes = tuple(axis for axis, ctas in shared.items() if ctas > 1)
     num_barriers = self.teams * self.num_stages
     arrivals = dict(num_arrivals=self.num_consumers, num_barriers=num_barriers)
@@ -232,22 +228,21 @@ class Ring:
     """
     at = dict(batch=batch, k=k)
     loads = [
-        (self.lhs, lhs_gmem, refs["lhs_slots"], m, ALONG_N, self.lhs_shared),
-        (self.rhs, rhs_gmem, refs["rhs_slots"], n, ALONG_M, self.rhs_shared),
+        (self.lhs, lhs_gmem, refs["lhs_slots"], m, ALONG_N),
+        (self.rhs, rhs_gmem, refs["rhs_slots"], n, ALONG_M),
     ]
     # First what comes to several CTAs, each of which waits for the others' copies: of
     # pairs that share rhs 4096x2048x7168 by 128x128 takes 156 us so, 171 lhs in front.
-    loads.sort(key=lambda load: -load[-1])
+    loads.sort(key=lambda load: -load[0].shared)
     by_registers = []  # TMA's copies are under way while registers load the rest.
-    for operand, gmem, slots, mn, axis, ctas in loads:
+    for operand, gmem, slots, mn, axis in loads:
       if operand.way == "loads":
         by_registers.append(operand.by_registers(gmem, slots, slot, mn=mn, **at))
         continue
-      shared = dict(collective_axes=(axis,), cluster=ctas) if ctas > 1 else {}
       for part in range(operand.num_parts):
         to = kept if operand.stays else slot
         operand.load(
-            gmem, slots, to, full, mn=mn, part=part, depth=depth, **at, **shared
+            gmem, slots, to, full, mn=mn, part=part, depth=depth, axis=axis, **at
         )
     if self.factors is not None:
       self.factors.load(refs, slot, full, m=m, n=n, **at)

@@ -112,8 +112,8 @@ def check_config(problem: Problem, config: PersistentConfig) -> str | None:
   for shared, tile_mn in (
       (config.cluster_n, config.tile_m), (config.cluster_m, config.tile_n)
   ):
-    if shared > 1 and tile_mn % (8 * shared):
-      return f"tiles of {tile_mn} rows: {shared} CTAs load a multiple of 8 each"
+    if shared > 1 and tile_mn < tiles.SWIZZLE_ROWS * shared:
+      return f"tiles of {tile_mn} rows: {shared} CTAs load at least 8 each"
   product, split = multiplied(problem, config), parts.of(problem, config)
   return (
       _check_loads(problem, config)
@@ -190,8 +190,6 @@ def check_swap(problem: Problem, config: PersistentConfig) -> str | None:
     return None
   if problem.out_itemsize != 2:
     return f"swap=True stores 16-bit results, not {problem.out_dtype}"
-  if epilogue.slopes:
-    return "swap=True excludes slopes"
   if epilogue.c_dtype == "float32":
     return "swap=True takes c of 16 bits, not float32"
   odd = problem.n % tiles.tma_stride_elems(problem.out_dtype) > 0

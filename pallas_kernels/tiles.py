@@ -14,6 +14,7 @@ from pallas_kernels.problem import ALGORITHMS, OUT_DTYPES, Problem
 
 WG_THREADS = 128  # Of a warpgroup.
 SWIZZLE_BYTES = 128
+SWIZZLE_ROWS = 8  # That a swizzled tile of so many bytes has.
 SECTOR_BYTES = 32  # Of a line of 128: what the L2 and the memory write at least.
 SMEM_LIMIT_BYTES = 232448  # What one CTA may have on Hopper.
 MAX_CTAS = 8  # Of a cluster, on every GPU that has clusters.

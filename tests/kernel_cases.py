@@ -141,6 +141,8 @@ SWAPPED_TILES = (
     (dict(tile_m=64, tile_n=16, consumers=1, num_stages=6), 9, 136),
     (dict(tile_m=128, tile_n=80, wg_dim="tile"), 130, 520),
     more(dict(tile_m=192, tile_n=96, consumers=3, cluster_m=2), 70, 776),
+    # Pairs of CTAs share 64 rows of 72; of the last tile, of which 56 are left, 48.
+    (dict(tile_m=128, tile_n=72, wg_dim="tile", cluster_m=2), 200, 312),
     more(dict(tile_m=64, tile_n=320, consumers=1), 305, 200),
     (dict(tile_m=128, tile_n=64, wg_dim="m", cluster_n=4), 200, 72),
     more(dict(tile_m=256, tile_n=136, num_stages=3), 272, 520),

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from jaxgemm import device, heuristics, ring_slots, tile_shapes
+from jaxgemm import device, heuristics, multicasts, ring_slots, tile_shapes
 from pallas_kernels import KERNELS, specialised, tiles
 from pallas_kernels.configs import PersistentConfig
 from pallas_kernels.problem import Epilogue, Problem
@@ -184,15 +184,57 @@ def test_tiles_that_share_out_rows_evenly(sizes, layouts, fields, cols):
 @pytest.mark.parametrize("layouts", kernel_cases.LAYOUTS)
 @pytest.mark.parametrize("saves", [False, True])
 def test_gated_products_of_many_rows_change_their_operands_about(layouts, saves):
-  """And no CTAs share tiles that consumers take in turn."""
+  """And pairs of CTAs share their tiles."""
   epilogue = dataclasses.replace(GATED, saves=saves)
   problem = kernel_cases.make_problem(8192, 14336, 4096, layouts, epilogue=epilogue)
-  found = heuristics.candidates(problem, H200)
-  best = found[0].config
+  best = heuristics.candidates(problem, H200)[0].config
   assert (best.tile_m, best.wg_dim, best.swap) == (128, "tile", True)
-  in_turns = [c.config for c in found if getattr(c.config, "wg_dim", "") == "tile"]
-  assert {config.cluster for config in in_turns} == {1}
-  assert any(c.config.cluster > 1 for c in found if c.kernel == "persistent")
+  assert (best.cluster_m, best.cluster_n) == (2, 1)
+
+
+def test_which_large_tiles_pairs_of_ctas_share():
+  """Not those in turns of few k tiles, nor of columns that two cannot share out."""
+  plain = Epilogue()
+  for tile_m, tile_n, wg_dim, swap, k, epilogue, shares in (
+      (128, 200, "tile", True, 2048, plain, True),
+      (128, 200, "tile", True, 1984, plain, False),
+      (128, 192, "tile", False, 768, plain, True),
+      (128, 192, "tile", False, 2048, GATED, True),
+      (128, 192, "tile", False, 1984, GATED, False),
+      (192, 128, "tile", False, 4096, GATED, False),
+      (192, 128, "tile", False, 4096, plain, True),
+      (128, 320, "m", False, 768, plain, True),
+      (128, 320, "m", True, 768, plain, True),
+      (256, 200, "m", True, 4096, plain, False),
+      (256, 192, "m", True, 4096, plain, True),
+  ):
+    config = PersistentConfig(tile_m, tile_n, num_stages=3, wg_dim=wg_dim, swap=swap)
+    problem = kernel_cases.make_problem(8192, 14336, k, epilogue=epilogue)
+    found = [each for _, each in multicasts.shared(problem, [("persistent", config)])]
+    pair = dataclasses.replace(config, cluster_m=2)
+    assert found == ([pair] if shares else []), (config, k, epilogue)
+
+
+@pytest.mark.parametrize(("k", "turned"), [(1984, False), (2048, True)])
+@pytest.mark.parametrize("slopes", [1, 2])
+def test_slopes_are_transposed_where_tiles_in_turns_hide_them(slopes, k, turned):
+  epilogue = Epilogue(activation="gelu", slopes=slopes, c_dtype="bfloat16")
+  problem = kernel_cases.make_problem(8192, 14336, k, "NT", epilogue=epilogue)
+  found = heuristics.candidates(problem, H200)
+  swapped = [c.config for c in found if getattr(c.config, "swap", False)]
+  assert found[0].config.swap == turned == bool(swapped)
+  assert all(config.wg_dim == "tile" for config in swapped)
+
+
+@pytest.mark.parametrize("layouts", kernel_cases.LAYOUTS)
+def test_wide_tiles_of_many_rows_of_an_m_major_lhs(layouts):
+  """The gradient of weights [14336, 4096]; not of few rows."""
+  problem = kernel_cases.make_problem(14336, 4096, 8192, layouts)
+  m_major = layouts[0] == "T"
+  assert tile_shapes.wide(problem) == ([(128, 320, 2, "m")] if m_major else [])
+  assert not tile_shapes.wide(dataclasses.replace(problem, m=512))
+  best = heuristics.candidates(problem, H200)[0].config
+  assert ((best.tile_m, best.tile_n, best.swap) == (128, 320, True)) == m_major
 
 
 @pytest.mark.parametrize(

@@ -159,8 +159,11 @@ def test_slopes(kernel, slopes):
     kernel_cases.mostly_more([
         ("persistent", dict(wg_dim="tile", tile_n=64), 101),
         ("split_k", dict(splits=2, cluster_k=2, num_stages=2), 136),
+        ("persistent", dict(swap=True, wg_dim="tile", tile_n=72), 152),
         ("persistent", dict(cluster_n=2), 264),
-    ], kept=2),
+        ("persistent", dict(swap=True, tile_n=64), 152),
+        ("persistent", dict(swap=True, wg_dim="tile", tile_n=104, cluster_m=2), 304),
+    ], kept=3),
     ids=str,
 )
 def test_slopes_in_configs(kernel, fields, n):
@@ -342,7 +345,6 @@ def test_gated_lowers_for_cuda(n):
         ("persistent", dict(swap=True, tile_n=64), dict(epilogue=GATED), "swap=True"),
         ("persistent", dict(swap=True, tile_m=64, tile_n=64, consumers=1),
          dict(epilogue=GATED), "multiple of 128"),
-        ("persistent", dict(swap=True, tile_n=64), dict(epilogue=SLOPES), "slopes"),
         ("persistent", dict(swap=True, tile_n=64),
          dict(epilogue=Epilogue(beta=1.0, c_dtype="float32")), "c of 16 bits"),
         ("persistent", {}, dict(epilogue=GATED, dtype="float32"), "16-bit"),
@@ -378,12 +380,16 @@ GPU_CASES = [
      dataclasses.replace(FULL, gated=True), (520,)),
     ("persistent", dict(swap=True, consumers=1, tile_n=64, cluster_m=2),
      dataclasses.replace(GATED, saves=True), (520,)),
+    ("persistent", dict(swap=True, wg_dim="tile", tile_n=200, cluster_m=2),
+     dataclasses.replace(GATED, saves=True), (520,)),
     ("persistent", dict(swap=True, tile_n=64), SAVED, (520,)),
     *((kernel, {}, SLOPES, (520, 517)) for kernel in TILE_KERNELS),
     ("persistent", dict(wg_dim="tile", tile_n=192, num_stages=3),
      dataclasses.replace(SLOPES, slopes=2), (520, 517)),
     ("persistent", dict(cluster_m=2, tile_n=256, num_stages=3),
      dataclasses.replace(SLOPES, slopes=2, activation="silu"), (520, 517)),
+    ("persistent", dict(swap=True, wg_dim="tile", tile_n=104, cluster_m=2),
+     dataclasses.replace(SLOPES, slopes=2, activation="silu"), (520,)),
     ("split_k", dict(splits=4, cluster_k=4), SLOPES, (520, 517)),
     *((kernel, {}, SAVED, (101, 7)) for kernel in ("persistent", "pipelined")),
 ]

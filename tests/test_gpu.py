@@ -175,6 +175,7 @@ def test_consumers_that_take_tiles_in_turn(size, layouts):
   for tile_m, tile_n, fields in [
       (128, 64, {}), (128, 128, dict(cluster_m=2)), (128, 192, {}),
       (128, 176, dict(cluster_n=2, grid_minor="n")), (192, 112, dict(cluster_m=2)),
+      (128, 200, dict(cluster_m=2)),
   ]:
     config = small_config(
         "persistent", tile_m=tile_m, tile_n=tile_n, wg_dim="tile", **fields

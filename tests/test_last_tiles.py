@@ -104,7 +104,45 @@ def test_what_each_tile_loads(way, tile, mn, sizes, monkeypatch):
       if predicate:
         _, rows, cols = source.index
         copied.append((rows if operand.k_major else cols).size)
+        assert collective_axes is None
 
     monkeypatch.setattr(operand_tiles.plgpu, "copy_gmem_to_smem", copy)
     operand.load([_Place()], _Place(), 0, _Place(), batch=0, mn=start, k=0)
     assert copied == expected, start
+
+
+@pytest.mark.parametrize(
+    "tile, shared, mn, copies, sizes",
+    [
+        (128, 2, 328, 1, {0: ([128], []), 256: ([80], [])}),
+        (88, 4, 176, 2, {0: ([64], [24]), 88: ([64], [24])}),
+        # Eight rows of each of 25 are one tile too many for two.
+        (200, 2, 600, 2, {0: ([192], [8]), 400: ([192], [8])}),
+        (200, 2, 496, 2, {0: ([192], [8]), 400: ([96], [])}),
+        (376, 2, 376, 3, {0: ([192, 176], [8])}),
+    ],
+    ids=str,
+)
+def test_what_ctas_of_a_cluster_share(tile, shared, mn, copies, sizes, monkeypatch):
+  """(Rows that they copy together, rows that each copies for itself) of each tile."""
+  operand = operand_tiles.Operand(
+      is_lhs=False, k_major=True, tile_mn=tile, tile_k=64, dtype="bfloat16",
+      batched=False, mn=mn, k=64, way="flat", emulated=False, shared=shared,
+  )
+  assert operand.num_copies == copies
+  for start, (together, apart) in sizes.items():
+    found, arrivals = {None: [], ("an axis",): []}, []
+
+    def copy(source, dst, barrier, *, collective_axes, predicate=True, found=found,
+             arrivals=arrivals):
+      arrivals.append(barrier)
+      if predicate:
+        found[collective_axes].append(source.index[1].size)
+
+    monkeypatch.setattr(operand_tiles.plgpu, "copy_gmem_to_smem", copy)
+    operand.load(
+        [_Place()], _Place(), 0, _Place(), batch=0, mn=start, k=0, axis="an axis"
+    )
+    assert (found[("an axis",)], found[None]) == (together, apart), start
+    assert len(arrivals) == copies
+    assert all(rows % (8 * shared) == 0 for rows in together)

@@ -459,6 +459,7 @@ def test_without_the_sanitizer(tmp_path, monkeypatch):
   monkeypatch.setattr(sanitize, "_DEFAULT_ROOT", str(tmp_path))
   with pytest.raises(SystemExit, match="neither on PATH nor under the CUDA toolkit"):
     with flagsaver.flagsaver():
+      flags.FLAGS(["program"])
       sanitize.main(["program"])
   (tmp_path / "bin").mkdir()
   pretend(tmp_path / "bin", monkeypatch)
