@@ -27,7 +27,7 @@ it is, and consumers convert it (see `conversions`). Consumers may normalise lhs
 `norms`). With clusters, two or four neighbours along m share the rhs tile, and neighbours
 along n the lhs tile: each loads its part of it and multicasts it to all.
 
-Barriers: see `ring`. Constraints: see `specialised`.
+Barriers: see `ring`. Constraints: see `specialised_checks`.
 Source: the warp-specialised persistent schedules, cooperative and ping-pong, of
 CUTLASS 3 (sm90), and JAX's Pallas Mosaic GPU guide to Hopper matrix products.
 """
@@ -53,6 +53,7 @@ from pallas_kernels import (
   ring_reads,
   roles,
   specialised,
+  specialised_checks,
   tiles,
 )
 from pallas_kernels import ring as rings
@@ -71,12 +72,12 @@ def supports(problem: Problem, config: PersistentConfig) -> str | None:
   return (
       tiles.check_problem(problem, scales=True, converts=True, norms=True, terms=True)
       or norms.check(problem, config)
-      or specialised.check_scales(problem, config)
-      or specialised.check_gated(problem, config)
-      or specialised.check_terms(problem, config)
-      or specialised.check_in_registers(problem, config)
-      or specialised.check_parts(problem, config, supports)
-      or specialised.check_config(problem, config)
+      or specialised_checks.check_scales(problem, config)
+      or specialised_checks.check_gated(problem, config)
+      or specialised_checks.check_terms(problem, config)
+      or specialised_checks.check_in_registers(problem, config)
+      or specialised_checks.check_parts(problem, config, supports)
+      or specialised_checks.check_config(problem, config)
   )
 
 
@@ -111,7 +112,8 @@ def launch(
 
 def guarded(
     launch: Callable[..., jax.Array], operands, problem: Problem,
-    config: PersistentConfig, supports: specialised.Supports, *, emulated: bool,
+    config: PersistentConfig, supports: specialised_checks.Supports, *,
+    emulated: bool,
 ) -> calls.Results:
   """`launch(operands, problem, config, split)` with the parts that the operands allow."""
   if config.split_lhs and config.swap:
@@ -121,7 +123,7 @@ def guarded(
     return lax.transpose(out, (0, 2, 1))
   if not config.float16_parts:
     return launch(operands, problem=problem, config=config, split=None)
-  otherwise = specialised.of_bfloat16_parts(problem, config, supports)
+  otherwise = specialised_checks.of_bfloat16_parts(problem, config, supports)
   return halves.guarded(
       *operands[:2], problem, by_kernels=not emulated,
       multiply=lambda split: launch(

@@ -26,7 +26,14 @@ import functools
 from jax import lax
 import jax.numpy as jnp
 
-from pallas_kernels import calls, partial_sums, persistent, specialised, tiles
+from pallas_kernels import (
+  calls,
+  partial_sums,
+  persistent,
+  specialised,
+  specialised_checks,
+  tiles,
+)
 from pallas_kernels.configs import ALONG_K, SplitKConfig
 from pallas_kernels.exchange import Exchange
 from pallas_kernels.problem import Epilogue, Problem
@@ -58,10 +65,10 @@ def supports(problem: Problem, config: SplitKConfig) -> str | None:
     return "wg_dim=tile: a CTA of split_k rarely has a second tile to multiply"
   return (
       tiles.check_problem(problem, converts=True)
-      or specialised.check_parts(problem, config, supports)
-      or specialised.check_swap(problem, config)
-      or specialised.check_in_registers(problem, config)
-      or specialised.check_config(*_first_kernel(problem, config))
+      or specialised_checks.check_parts(problem, config, supports)
+      or specialised_checks.check_swap(problem, config)
+      or specialised_checks.check_in_registers(problem, config)
+      or specialised_checks.check_config(*_first_kernel(problem, config))
       or tiles.check_smem(smem_bytes(problem, config))
   )
 

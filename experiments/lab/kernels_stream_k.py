@@ -38,6 +38,7 @@ from pallas_kernels import (
   ring_reads,
   roles,
   specialised,
+  specialised_checks,
   staging,
   tiles,
 )
@@ -108,7 +109,7 @@ def supports(problem: Problem, config: StreamKConfig) -> str | None:
     return f"stream_k adds float32 sums, not those of {problem.dtype} operands"
   return (
       tiles.check_problem(problem)
-      or specialised.check_config(problem, config.of_library)
+      or specialised_checks.check_config(problem, config.of_library)
       or tiles.check_smem(smem_bytes(problem, config))
   )
 
