@@ -223,6 +223,9 @@ def test_slopes_are_transposed_where_tiles_in_turns_hide_them(slopes, k, turned)
   found = heuristics.candidates(problem, H200)
   swapped = [c.config for c in found if getattr(c.config, "swap", False)]
   assert found[0].config.swap == turned == bool(swapped)
+  few_rows = dataclasses.replace(problem, m=512, n=5632)  # Which other tiles fit.
+  found = heuristics.candidates(few_rows, H200)
+  swapped += [c.config for c in found if getattr(c.config, "swap", False)]
   assert all(config.wg_dim == "tile" for config in swapped)
 
 

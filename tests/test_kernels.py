@@ -314,6 +314,7 @@ LOADS = dict(misaligned="loads")
         ("persistent", dict(cluster_m=4, cluster_n=4), "have 1, 2 or 4 CTAs"),
         ("persistent", dict(cluster_m=3), "have 1, 2 or 4 CTAs"),
         ("persistent", dict(cluster_m=-2, cluster_n=-1), "have 1, 2 or 4 CTAs"),
+        ("persistent", dict(cluster_m=4, tile_n=24), "4 CTAs load at least 8 each"),
         ("persistent", dict(grid_width=0), "grid_width=0"),
         ("split_k", dict(splits=1), "splits=1"),
         ("split_k", dict(splits=5), "k=256"),
