@@ -33,11 +33,12 @@ def shared(
     elif kernel != "split_k":
       if parts.is_split(problem):  # Each tile brings as many as there are parts.
         sizes = [(2, 1), (1, 2)]
-      elif config.tile_m * config.tile_n >= _BIG_TILE:
-        alone = _alone(problem, config) or _shares_unevenly(config)
-        sizes = [] if alone else [(2, 1)]
+      elif config.tile_m * config.tile_n >= _BIG_TILE and not _alone(problem, config):
+        sizes = [(2, 1)]
     product = specialised.multiplied(problem, config)
     for along_m, along_n in sizes:
+      if _shares_unevenly(config, along_m) and (crooked or config.wg_dim != "tile"):
+        continue
       if along_m == 1 < along_n and _shares_little(product, config):
         continue
       if _shares_out(product.product_m, config.tile_m, along_m):
@@ -65,14 +66,15 @@ def _alone(problem: Problem, config: PersistentConfig) -> bool:
   return few and (gated or config.swap) or gated and config.tile_m > config.tile_n
 
 
-def _shares_unevenly(config: PersistentConfig) -> bool:
-  """Whether two CTAs load eight of a tile's columns each for itself, and lose by it.
+def _shares_unevenly(config: PersistentConfig, along_m: int) -> bool:
+  """Whether so many CTAs load a rest of the tile's columns each for itself.
 
-  By tiles that consumers share out: 2048x14336x4096 NN took 1.04 times as long in pairs
-  of 128x296 as alone, 2048x8192x28672 NT 1.05 times in pairs of 128x200, 4096x8192x28672
-  NT as long in pairs of 256x200 (H200).
+  Large tiles in turns of whole lines alone have been seen to gain in clusters then. By
+  others 2048x14336x4096 NN took 1.04 times as long in pairs of 128x296 as alone,
+  2048x8192x28672 NT 1.05 times in pairs of 128x200, 4096x8192x28672 NT as long in pairs
+  of 256x200 (H200); of crooked rows none has been measured.
   """
-  return config.wg_dim != "tile" and config.tile_n % (2 * tiles.SWIZZLE_ROWS) > 0
+  return config.tile_n % (tiles.SWIZZLE_ROWS * along_m) > 0
 
 
 def _shares_little(product: Problem, config: PersistentConfig) -> bool:

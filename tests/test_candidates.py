@@ -192,6 +192,20 @@ def test_gated_products_of_many_rows_change_their_operands_about(layouts, saves)
   assert (best.cluster_m, best.cluster_n) == (2, 1)
 
 
+def test_no_crooked_rows_are_shared_unevenly():
+  """Each CTA of a cluster has a part of a tile that is whole swizzled tiles."""
+  for size in ((968, 224, 760), (1136, 1040, 216), (5704, 1200, 400), (1320, 824, 808)):
+    for layouts in kernel_cases.LAYOUTS:
+      problem = kernel_cases.make_problem(*size, layouts)
+      clusters = [
+          c.config for c in heuristics.candidates(problem, H200)
+          if c.kernel == "persistent" and c.config.cluster > 1
+      ]
+      assert any(config.cluster_m > 1 for config in clusters)
+      for config in clusters:
+        assert config.tile_n % (8 * config.cluster_m) == 0, (problem, config)
+
+
 def test_which_large_tiles_pairs_of_ctas_share():
   """Not those in turns of few k tiles, nor of columns that two cannot share out."""
   plain = Epilogue()
