@@ -53,8 +53,8 @@ _LEAST_RUNS = 1e6  # The same, in tiles of whole rows.
 _NORMED = (64, 2, "k", 12), (128, 1, "m", 7)
 _NORMED_GATED = (256, 1, "m", 3), (128, 1, "m", 7)
 # k tiles of tiles in turns that hide the slopes of a transposed product. Of 12 and 16
-# 16384x3072x768 NT takes 5% longer than in its place, 16384x4096x1024 2%; of 64 and 88
-# three take 0.94 to 0.98 of the time; six by other tiles than in turns 0.99 to 1.07.
+# 16384x3072x768 NT takes 5% longer than in its place, 16384x4096x1024 2%; of 32 to 224
+# six take 0.93 to 1.012 times as long; five by other tiles than in turns 0.99 to 1.07.
 _LEAST_HIDING = 32
 _MOST_CONFLICTS = 4.0  # Of runs; with 7.5 256x257x64x257 took 35 us, skewed 21.
 

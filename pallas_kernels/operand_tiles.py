@@ -52,6 +52,7 @@ from pallas_kernels import (
   tiles,
   ways,
 )
+from pallas_kernels.configs import ALONG_M, ALONG_N
 
 Ref = Any  # A Pallas reference.
 
@@ -148,6 +149,11 @@ class Operand:
     return self.tile_mn // self.num_arrays
 
   @property
+  def shared_along(self) -> str:
+    """The axis of a cluster whose CTAs have the same tile of this operand."""
+    return ALONG_N if self.is_lhs else ALONG_M
+
+  @property
   def _shared_rows(self) -> int:
     """What the rows of a copy that CTAs share divide by: each copies whole tiles of 8."""
     return tiles.SWIZZLE_ROWS * self.shared
@@ -195,11 +201,10 @@ class Operand:
 
   def load(
       self, gmem: Sequence[Ref], slots: Ref, slot, barrier: Ref, *, batch, mn, k, part=0,
-      depth: int | None = None, axis: str = "",
+      depth: int | None = None,
   ) -> None:
     """Starts the copies of a part of the tile at (mn, k); they arrive on `barrier`.
 
-    The CTAs that share it are those along `axis` of a cluster.
     `depth` of k are wanted; by default all. Rows of k beyond them are not loaded, of an
     operand in one of the first three ways.
     """
@@ -222,7 +227,8 @@ class Operand:
       is_shared = self.shared > 1 and rows[1] % self._shared_rows == 0
       _copy_if(
           wanted, source.at[batch, pl.ds(*rows), pl.ds(*cols)], dst, barrier,
-          collective_axes=(axis,) if is_shared else None, emulated=self.emulated,
+          collective_axes=(self.shared_along,) if is_shared else None,
+          emulated=self.emulated,
       )
 
     if self.way == "converted":

@@ -25,7 +25,8 @@ them through registers, k tiles in turn; or TMA brings lhs all the same, skewed 
 `skewed`), or bulk copies bring whole rows of it (see `run_loads`). lhs in 8 bits comes as
 it is, and consumers convert it (see `conversions`). Consumers may normalise lhs, too (see
 `norms`). With clusters, two or four neighbours along m share the rhs tile, and neighbours
-along n the lhs tile: each loads its part of it and multicasts it to all.
+along n the lhs tile: each loads its part of it and multicasts it to all, and for itself
+what they cannot share out in eights.
 
 Barriers: see `ring`. Constraints: see `specialised_checks`.
 Source: the warp-specialised persistent schedules, cooperative and ping-pong, of

@@ -39,7 +39,6 @@ from pallas_kernels import (
   run_loads,
   tiles,
 )
-from pallas_kernels.configs import ALONG_M, ALONG_N
 
 Ref = Any
 
@@ -93,8 +92,8 @@ class Ring:
 
   def scratch(self) -> dict[str, Any]:
     # Whoever copies into the slots of this CTA: its neighbours along either axis.
-    shared = {ALONG_N: self.lhs.shared, ALONG_M: self.rhs.shared}
-    axes = tuple(axis for axis, ctas in shared.items() if ctas > 1)
+    operands = self.lhs, self.rhs
+    axes = tuple(each.shared_along for each in operands if each.shared > 1)
     num_barriers = self.teams * self.num_stages
     arrivals = dict(num_arrivals=self.num_consumers, num_barriers=num_barriers)
     # The emulator copies without multicast. So what a CTA has in its slots does not wait
@@ -228,22 +227,20 @@ class Ring:
     """
     at = dict(batch=batch, k=k)
     loads = [
-        (self.lhs, lhs_gmem, refs["lhs_slots"], m, ALONG_N),
-        (self.rhs, rhs_gmem, refs["rhs_slots"], n, ALONG_M),
+        (self.lhs, lhs_gmem, refs["lhs_slots"], m),
+        (self.rhs, rhs_gmem, refs["rhs_slots"], n),
     ]
     # First what comes to several CTAs, each of which waits for the others' copies: of
     # pairs that share rhs 4096x2048x7168 by 128x128 takes 156 us so, 171 lhs in front.
     loads.sort(key=lambda load: -load[0].shared)
     by_registers = []  # TMA's copies are under way while registers load the rest.
-    for operand, gmem, slots, mn, axis in loads:
+    for operand, gmem, slots, mn in loads:
       if operand.way == "loads":
         by_registers.append(operand.by_registers(gmem, slots, slot, mn=mn, **at))
         continue
       for part in range(operand.num_parts):
         to = kept if operand.stays else slot
-        operand.load(
-            gmem, slots, to, full, mn=mn, part=part, depth=depth, axis=axis, **at
-        )
+        operand.load(gmem, slots, to, full, mn=mn, part=part, depth=depth, **at)
     if self.factors is not None:
       self.factors.load(refs, slot, full, m=m, n=n, **at)
     if by_registers:

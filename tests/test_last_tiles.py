@@ -131,7 +131,7 @@ def test_what_ctas_of_a_cluster_share(tile, shared, mn, copies, sizes, monkeypat
   )
   assert operand.num_copies == copies
   for start, (together, apart) in sizes.items():
-    found, arrivals = {None: [], ("an axis",): []}, []
+    found, arrivals = {None: [], (operand.shared_along,): []}, []
 
     def copy(source, dst, barrier, *, collective_axes, predicate=True, found=found,
              arrivals=arrivals):
@@ -140,9 +140,7 @@ def test_what_ctas_of_a_cluster_share(tile, shared, mn, copies, sizes, monkeypat
         found[collective_axes].append(source.index[1].size)
 
     monkeypatch.setattr(operand_tiles.plgpu, "copy_gmem_to_smem", copy)
-    operand.load(
-        [_Place()], _Place(), 0, _Place(), batch=0, mn=start, k=0, axis="an axis"
-    )
-    assert (found[("an axis",)], found[None]) == (together, apart), start
+    operand.load([_Place()], _Place(), 0, _Place(), batch=0, mn=start, k=0)
+    assert (found[("cluster_m",)], found[None]) == (together, apart), start
     assert len(arrivals) == copies
     assert all(rows % (8 * shared) == 0 for rows in together)
