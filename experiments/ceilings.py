@@ -2,7 +2,8 @@ r"""Ceilings: the most that this GPU multiplies and moves, whatever the kernel.
 
   tensor cores  wgmma on operands that lie in shared memory (see `ceilings_kernels`), of
                 tiles of 128 rows; on normal data, and on zeros, which need less power
-  products      8192 x 8192 x 8192 of normal bfloat16, NN: XLA's and jaxgemm's
+  products      of normal bfloat16, XLA's and jaxgemm's: 8192 x 8192 x 8192 NN, or those
+                of --shapes
   memory        XLA's kernels that read, write or copy 1 GiB. A write leaves what the L2
                 holds to be written after its end, up to 6% of it in a burst
 
@@ -19,7 +20,7 @@ kernel is held against float64 at a few steps. ceilings.jsonl has a line for eac
 and each time. Without a GPU one tile is checked in emulation, and nothing is timed.
 
   python -m experiments.ceilings
-  python -m experiments.ceilings --burn_in=0 --k_tiles=1728
+  python -m experiments.ceilings --burn_in=0 --k_tiles=1728 --shapes=8192,14336,4096
 """
 
 from __future__ import annotations
@@ -39,8 +40,16 @@ import numpy as np
 import tabulate
 
 from experiments import ceilings_kernels as kernels
-from experiments import cli, common_flags, report, resident_tiles, runner, timing
-import jaxgemm
+from experiments import (
+  cli,
+  common_flags,
+  products,
+  report,
+  resident_tiles,
+  runner,
+  suites,
+  timing,
+)
 from jaxgemm import device as device_lib
 from jaxgemm import reference
 from pallas_kernels import compat
@@ -57,7 +66,7 @@ _K_TILES = flags.DEFINE_integer(
 )
 
 TILES = (256, 192, 128)  # Columns.
-SIZE = 8192  # Of the products.
+SHAPES = ("8192,8192,8192",)  # Of the products.
 MEMORY_BYTES = 1 << 30
 MAX_ERROR = 1e-5  # In Frobenius norms; wgmma truncates its float32 sums.
 _CHECKED_STEPS = 9  # Two rounds of the slots, and one that not all have.
@@ -152,25 +161,31 @@ def check(
   )
 
 
-def matrix_variants(num_sms: int, k_tiles: int, size: int) -> dict[str, Variant]:
-  """Returns the tensor cores alone and the products."""
+def matrix_variants(
+    device: device_lib.Device, k_tiles: int, cases: Sequence[suites.Case]
+) -> dict[str, Variant]:
+  """Returns the tensor cores alone and the products of the cases."""
   found = {}
   for tile_n in TILES:
     steps = round(k_tiles * TILES[0] / tile_n)
-    run = functools.partial(kernels.launch, steps=steps, num_ctas=num_sms)
-    flops = kernels.flops(tile_n, steps, num_sms)
+    run = functools.partial(kernels.launch, steps=steps, num_ctas=device.num_sms)
+    flops = kernels.flops(tile_n, steps, device.num_sms)
     found[tile_name(tile_n)] = Variant(tile_name(tile_n), run, flops)
     if tile_n == TILES[0]:
       found[f"{tile_name(tile_n)}, zeros"] = Variant("zeros", run, flops)
-  for name, matmul in (("XLA", jnp.matmul), ("jaxgemm", jaxgemm.matmul)):
-    found[f"{name} {size}^3"] = Variant("product", matmul, 2 * size**3)
+  for case in cases:
+    for name, implementation in (("XLA", "xla"), ("jaxgemm", "auto")):
+      run = products.make_candidate(
+          case.problem, implementation, device, emulated=False
+      ).product
+      found[f"{name} {case.name}"] = Variant(case.name, run, case.problem.flops)
   return found
 
 
-def draw_matrices(size: int, key: jax.Array) -> dict[str, Operands]:
+def draw_matrices(cases: Sequence[suites.Case], key: jax.Array) -> dict[str, Operands]:
   """Returns an input set for `matrix_variants`."""
   shapes = {tile_name(tile_n): kernels.operand_shapes(tile_n) for tile_n in TILES}
-  shapes["product"] = (size, size), (size, size)
+  shapes |= {case.name: products.stored_shapes(case.problem) for case in cases}
   keys = jax.random.split(key, len(shapes))
   found = {
       name: _normal(key, of_name)
@@ -178,6 +193,10 @@ def draw_matrices(size: int, key: jax.Array) -> dict[str, Operands]:
   }
   zeros = (jnp.zeros(s, jnp.bfloat16) for s in kernels.operand_shapes(TILES[0]))
   return found | {"zeros": tuple(zeros)}
+
+
+def _operand_bytes(case: suites.Case) -> int:
+  return sum(2 * math.prod(shape) for shape in products.stored_shapes(case.problem))
 
 
 def memory_variants(num_bytes: int) -> dict[str, Variant]:
@@ -259,7 +278,7 @@ def stages(
     platform: cli.Platform, wanted: Sequence[Mode], provenance: report.Provenance
 ) -> Iterator[list[Row]]:
   """Yields the rows of the checks, and those of each measurement if none has failed."""
-  device = platform.device
+  device, cases = platform.device, cli.shapes(SHAPES)
   if not platform.on_gpu:
     yield [check(_EMULATED_TILE, _EMULATED_CTAS, provenance, emulated=True)]
     return
@@ -270,8 +289,8 @@ def stages(
   key = jax.random.key(common_flags.SEED.value)
   for mode in wanted:
     for variants, draw, set_bytes in (
-        (matrix_variants(device.num_sms, _K_TILES.value, SIZE),
-         functools.partial(draw_matrices, SIZE), 4 * SIZE**2),
+        (matrix_variants(device, _K_TILES.value, cases),
+         functools.partial(draw_matrices, cases), min(map(_operand_bytes, cases))),
         (memory_variants(MEMORY_BYTES),
          functools.partial(draw_memory, MEMORY_BYTES), MEMORY_BYTES),
     ):

@@ -153,19 +153,23 @@ def _part(found: list[suites.Case]) -> list[suites.Case]:
   raise app.UsageError(f"--part={_PART.value} is not I/N with 1 <= I <= N")
 
 
+def shapes(otherwise: Sequence[str] = ()) -> list[suites.Case]:
+  """Returns the cases of --shapes, or of the same texts `otherwise`."""
+  try:
+    return [
+        case
+        for shape in _SHAPES.value or otherwise
+        for case in suites.parse_shape(
+            shape, _LAYOUTS.value or ["NN"], _DTYPES.value or ["bfloat16"]
+        )
+    ]
+  except ValueError as error:
+    raise app.UsageError(f"--shapes: {error}") from error
+
+
 def _selected(platform: str) -> tuple[str, list[suites.Case]]:
   if _SHAPES.value:
-    try:
-      found = [
-          case
-          for shape in _SHAPES.value
-          for case in suites.parse_shape(
-              shape, _LAYOUTS.value or ["NN"], _DTYPES.value or ["bfloat16"]
-          )
-      ]
-    except ValueError as error:
-      raise app.UsageError(f"--shapes: {error}") from error
-    return "shapes", found
+    return "shapes", shapes()
   if _SUITE.value == "demo":
     found = suites.demo_suite(platform == "gpu")
   elif _SUITE.value == "issue2":

@@ -81,8 +81,6 @@ SURVIVORS = dict.fromkeys(
 ) | {
     "direct.launch._kernel._load.barrier_wait":
         "of the emulator alone, which sees no race with a copy of the reader's own",
-    "cotangents.launch._kernel._wait_for_the_one_before.barrier_wait":
-        "what the turns guard, scratch memory of Mosaic's, is on the chip alone",
 }
 
 

@@ -37,7 +37,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.core import ClosedJaxpr, Literal
 import jax.numpy as jnp
 
-from pallas_kernels import compat
+from pallas_kernels import compat, tiles
 from pallas_kernels.problem import NONE, Activation
 
 _Function = Callable[[jax.Array], jax.Array]
@@ -52,10 +52,12 @@ _ERFC = (
 
 
 def _approximate_reciprocal(x):
-  """1 / x of wgmma's registers: one instruction, where a division takes ten."""
-  shape = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=plgpu.Layout.WGMMA)
+  """1 / x of wgmma's registers, or of a row: one instruction, where a division takes ten.
+  """
+  layout = plgpu.Layout.WGMMA if x.ndim == 2 else tiles.row_layout(x.size)
+  shape = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout)
 
-  @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=shape)
+  @plgpu.inline_mgpu(arg_types=(layout,), return_type=shape)
   def reciprocal(_, x):
     return compat.by_instruction(x, "rcp.approx.ftz.f32")
 

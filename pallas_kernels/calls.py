@@ -95,7 +95,7 @@ def make_call(
     operands, problem: Problem, config: Config, *, stored_cols: int, num_wgs: int,
     interpret, result: Problem | None = None, by_registers: bool = False,
     overlapping: bool = False, halves: Halves | None = None,
-    room: int = tiles.SMEM_LIMIT_BYTES,
+    room: int | None = None,
 ) -> Call:
   """Prepares operands (lhs, rhs[, c][, biases], or scales) for a kernel.
 
@@ -112,7 +112,7 @@ def make_call(
     by_registers: whether registers, not TMA, bring the operands and take the result.
     overlapping: whether tiles may overlap: the grid's by the epilogue's `halo`.
     halves: the operands' float16 parts, where these are multiplied.
-    room: bytes of shared memory that the ring leaves.
+    room: bytes of shared memory that the ring leaves to the epilogue; None: some.
   """
   result = result or problem
   emulated = interpret is not None
@@ -146,9 +146,11 @@ def make_call(
   epilogue = epilogue_choice.make_epilogue(
       result, stored_cols, num_wgs, emulated=emulated,
       transposed=getattr(config, "swap", False), by_registers=by_registers,
-      overlapping=overlapping, room=room,
+      overlapping=overlapping, room=tiles.SMEM_LIMIT_BYTES if room is None else room,
       row_order=prepared.lhs_operand.row_order,
   )
+  if room is not None:
+    epilogue = epilogue_choice.with_more_slots(epilogue, room)
   epilogue = dataclasses.replace(epilogue, scales=facts)
   by_name |= epilogues.prepare_biases(epilogue, operands)
   inputs = prepared.lhs, prepared.rhs, epilogues.prepare_c(operands[2:], result)

@@ -10,15 +10,16 @@ or, without an activation, the sums of ct alone. All in one pass: what the produ
 multiply is stored, rounded, and the gradients of the biases are summed up before
 rounding, each CTA's rows in a row of their own; what is left to add are few rows.
 
-Each warpgroup walks down a strip of columns, 64 rows at a time. TMA brings the next
-pieces while it computes:
+Each CTA is a warpgroup, and walks down a strip of columns, a few rows at a time. TMA
+brings the next pieces while it computes:
 
   load (TMA)    0 | 1 | 2 | ...
   warpgroup         | slopes of 0, store | slopes of 1, store | ...
 
-Each dz takes the place of its z, which nothing needs any more: the pass needs no room.
-It moves the least bytes that there are; XLA needs two passes where it does not fuse the
-sums with the rest (396 us for 8192 x 14336 bfloat16 and gelu on an H200).
+A thread has the same columns of every row, so that it adds up their sums by itself. Each
+dz takes the place of its z, which nothing needs any more: the pass needs no room. It
+moves the least bytes that there are; XLA needs two passes where it does not fuse the sums
+with the rest (396 us for 8192 x 14336 bfloat16 and gelu on an H200).
 """
 
 from __future__ import annotations
@@ -29,17 +30,19 @@ import functools
 import jax
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import accumulate, activations, compat, tiles
+from pallas_kernels import activations, compat, tiles
 from pallas_kernels.problem import NONE, Activation
-from pallas_kernels.staging import NUM_SLOTS, PIECE_ROWS, Staging
 
 NAME = "cotangents"
-NUM_WGS = 2  # Of a CTA. More of them, with less on the way for each, were 5% slower.
+ROWS, COLS = 16, tiles.TMA_BOX_LIMIT  # Of a piece.
+NUM_LOADS = 3  # Pieces of each array that are on their way at once.
+NUM_STORES = 2
 LEAST_ELEMENTS = 1 << 20  # Of the cotangent; below, XLA's passes stay in the L2.
-_MIN_PIECES = 4  # That a warpgroup walks down.
+_MIN_PIECES = 4  # That a CTA walks down.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,17 +75,24 @@ class Cotangents:
     return self.count if self.gated or self.activation != NONE else 0
 
   @property
-  def num_loads(self) -> int:
-    """Pieces of each array that are on their way to a warpgroup at once."""
-    return (6, 3, 2)[self.num_entering]
+  def smem_bytes(self) -> int:
+    """Of a CTA."""
+    slots = NUM_LOADS * (1 + self.num_entering) + NUM_STORES * self.num_entering
+    piece = ROWS * COLS * jnp.dtype(self.dtype).itemsize
+    return slots * piece + tiles.BARRIER_BYTES
+
+  @property
+  def num_strips(self) -> int:
+    return tiles.cdiv(self.cols, COLS)
 
   def num_chunks(self, num_sms: int) -> int:
     """Parts of the rows, as many as keep most SMs busy to the end."""
-    strips = tiles.cdiv(self.cols, NUM_WGS * tiles.swizzle_elems(self.dtype))
-    pieces = tiles.cdiv(self.rows, PIECE_ROWS)
+    pieces = tiles.cdiv(self.rows, ROWS)
+    at_once = num_sms * (tiles.SMEM_LIMIT_BYTES // self.smem_bytes)
 
     def time(chunks: int) -> int:
-      return tiles.cdiv(strips * chunks, num_sms) * (1 + tiles.cdiv(pieces, chunks))
+      waves = tiles.cdiv(self.num_strips * chunks, at_once)
+      return waves * (NUM_LOADS + tiles.cdiv(pieces, chunks))
 
     return min(range(1, max(1, pieces // _MIN_PIECES) + 1), key=time)
 
@@ -114,98 +124,80 @@ def launch(
 
   `operands` are each z and the cotangent, [rows, cols].
   """
-  emulated, num_loads = interpret is not None, facts.num_loads
-  count, num_stored = facts.count, facts.num_entering
+  emulated = interpret is not None
+  count, num_stored, strips = facts.count, facts.num_entering, facts.num_strips
   chunks = facts.num_chunks(num_sms)
-  pieces = tiles.cdiv(tiles.cdiv(facts.rows, PIECE_ROWS), chunks)
-  cols = tiles.swizzle_elems(facts.dtype)
-  strips = tiles.cdiv(facts.cols, cols * NUM_WGS)
-  padded_cols = strips * NUM_WGS * cols
-  way = "tiled" if emulated else "flat"
+  pieces = tiles.cdiv(tiles.cdiv(facts.rows, ROWS), chunks)
+  dtype, layout = jnp.dtype(facts.dtype), tiles.row_layout(COLS)
   arithmetic = activations.in_registers(facts.activation, 2, emulated=emulated)
-  loads = Staging(way, facts.dtype, cols, NUM_WGS, num_slots=num_loads)
-  stores = Staging(way, facts.dtype, cols, NUM_WGS)
+  # TMA fills rows beyond the last with zeros, whose slope may be inf or nan.
+  masked = callable(facts.activation) and chunks * pieces * ROWS > facts.rows
 
-  def _kernel(*gmem, slots, out_slots, barriers, turns):
+  def _kernel(*gmem, slots, out_slots, barriers):
     sources, results = gmem[: num_stored + 1], gmem[num_stored + 1 :]
     in_place = sources[:num_stored]
-    wg, cta = lax.axis_index("wg"), lax.axis_index("cta")
-    chunk = lax.div(cta, jnp.int32(strips))
-    strip = (cta - chunk * strips) * NUM_WGS + wg
-    col, first_row = strip * cols, chunk * (pieces * PIECE_ROWS)
+    cta = lax.axis_index("cta")
+    chunk, strip = tiles.divmod_of(cta, strips)
+    col, first_row = strip * COLS, chunk * (pieces * ROWS)
 
     def box(gmem_ref, piece):
-      row = first_row + piece * PIECE_ROWS
-      return gmem_ref.at[pl.ds(row, PIECE_ROWS), pl.ds(col, cols)]
+      row = first_row + piece * ROWS
+      return gmem_ref.at[pl.ds(row, ROWS), pl.ds(col, COLS)]
 
     def start(piece):
-      slot = lax.rem(piece, jnp.int32(num_loads))
+      slot = lax.rem(piece, jnp.int32(NUM_LOADS))
       for source, its in zip(sources, slots, strict=True):
-        plgpu.copy_gmem_to_smem(
-            box(source, piece), loads.views(its)[0].at[wg, slot],
-            barriers.at[wg * num_loads + slot],
+        plgpu.copy_gmem_to_smem(box(source, piece), its.at[slot], barriers.at[slot])
+
+    def each_row(slot):
+      """Each dz of each row of a piece."""
+      for row in range(ROWS):
+        *entering, ct = (
+            plgpu.load(its.at[slot, row], layout=layout).astype(jnp.float32)
+            for its in slots
         )
+        yield derivatives(facts, entering, ct, arithmetic)
 
     def compute(piece, sums):
-      slot = lax.rem(piece, jnp.int32(num_loads))
-      plgpu.barrier_wait(barriers.at[wg * num_loads + slot])
-      *entering, ct = (
-          plgpu.load(loads.views(its)[1].at[wg, slot], layout=plgpu.Layout.WGMMA)
-          .astype(jnp.float32)
-          for its in slots
-      )
-      found = derivatives(facts, entering, ct, arithmetic)
-      out_slot = lax.rem(piece, jnp.int32(NUM_SLOTS))
+      slot = lax.rem(piece, jnp.int32(NUM_LOADS))
+      plgpu.barrier_wait(barriers.at[slot])
+      found = list(zip(*each_row(slot), strict=True))
+      out_slot = lax.rem(piece, jnp.int32(NUM_STORES))
       # The slots are free once all stores but those of the last piece have read theirs.
-      plgpu.wait_smem_to_gmem(num_stored * (NUM_SLOTS - 1), wait_read_only=True)
-      for dz, its in zip(found, out_slots, strict=False):
-        stores.views(its)[1][wg, out_slot] = dz.astype(jnp.dtype(facts.dtype))
+      plgpu.wait_smem_to_gmem(num_stored * (NUM_STORES - 1), wait_read_only=True)
+      for rows, its in zip(found, out_slots, strict=False):
+        _write([dz.astype(dtype) for dz in rows], its.at[out_slot], emulated=emulated)
       plgpu.commit_smem()
       for its, result in zip(out_slots, in_place, strict=True):
-        plgpu.copy_smem_to_gmem(stores.views(its)[0].at[wg, out_slot], box(result, piece))
+        plgpu.copy_smem_to_gmem(its.at[out_slot], box(result, piece))
 
       # All have read their slot: the commit has a barrier.
-      @pl.when(piece + num_loads < pieces)
+      @pl.when(piece + NUM_LOADS < pieces)
       def _load_ahead():
-        start(piece + num_loads)
+        start(piece + NUM_LOADS)
 
-      if callable(facts.activation) and chunks * pieces * PIECE_ROWS > facts.rows:
-        # TMA fills rows beyond the last with zeros, whose slope may be inf or nan.
-        left = facts.rows - first_row - piece * PIECE_ROWS
-        inside = lax.broadcasted_iota(jnp.int32, (PIECE_ROWS, cols), 0) < left
-        found = [jnp.where(inside, dz, 0.0) for dz in found]
-      return [total + dz for total, dz in zip(sums, found, strict=True)]
+      left = facts.rows - first_row - piece * ROWS
+      for i, rows in enumerate(found):
+        for row, dz in enumerate(rows):
+          sums[i] += jnp.where(row < left, dz, 0.0) if masked else dz
+      return sums
 
-    for piece in range(min(num_loads, pieces)):
+    for piece in range(min(NUM_LOADS, pieces)):
       start(jnp.int32(piece))
-    zeros = [accumulate.zeros((PIECE_ROWS, cols))] * count
+    zeros = [plgpu.layout_cast(jnp.zeros((COLS,), jnp.float32), layout)] * count
     sums = lax.fori_loop(jnp.int32(0), jnp.int32(pieces), compute, zeros)
-    if facts.sums:
-      # Mosaic reduces through scratch memory that all warpgroups share: in turns.
-      @pl.when(wg > 0)
-      def _wait_for_the_one_before():
-        plgpu.barrier_wait(turns.at[wg - 1])
-
-      for total, result in zip(sums, results, strict=True):
-        result[chunk, pl.ds(col, cols)] = jnp.sum(total, axis=0)
-
-      @pl.when(wg < NUM_WGS - 1)
-      def _let_the_next():
-        plgpu.barrier_arrive(turns.at[wg])
-
+    for total, result in zip(sums, results, strict=False):
+      result[chunk, pl.ds(col, COLS)] = total
     plgpu.wait_smem_to_gmem(0)
 
-  partial = jax.ShapeDtypeStruct((chunks, padded_cols), jnp.float32)
+  partial = jax.ShapeDtypeStruct((chunks, strips * COLS), jnp.float32)
   scratch = dict(
-      slots=[loads.slots() for _ in range(num_stored + 1)],
-      out_slots=[stores.slots() for _ in range(num_stored)],
-      barriers=plgpu.Barrier(
-          num_arrivals=num_stored + 1, num_barriers=NUM_WGS * num_loads
-      ),
-      turns=plgpu.Barrier(num_barriers=NUM_WGS - 1),
+      slots=[plgpu.SMEM((NUM_LOADS, ROWS, COLS), dtype)] * (num_stored + 1),
+      out_slots=[plgpu.SMEM((NUM_STORES, ROWS, COLS), dtype)] * num_stored,
+      barriers=plgpu.Barrier(num_arrivals=num_stored + 1, num_barriers=NUM_LOADS),
   )
   mesh = plgpu.Mesh(
-      grid=(strips * chunks,), grid_names=("cta",), num_threads=NUM_WGS, thread_name="wg",
+      grid=(strips * chunks,), grid_names=("cta",), num_threads=1, thread_name="wg",
       kernel_name=f"jaxgemm_{NAME}",
   )
 
@@ -231,3 +223,18 @@ def launch(
   unset = [jnp.zeros(partial.shape, partial.dtype)] * (count * facts.sums)
   found, sums = pl.run_state(change)((list(operands[:-1]), unset))
   return found, [jnp.sum(x, axis=0)[: facts.cols] for x in sums]
+
+
+def _write(rows: list[jax.Array], to, *, emulated: bool) -> None:
+  """Writes rows into a slot; on the chip without the barriers of Pallas around each."""
+  if emulated:
+    for row, values in enumerate(rows):
+      to[row] = values
+    return
+
+  @plgpu.inline_mgpu(arg_types=([tiles.row_layout(COLS)] * len(rows), plgpu.RefType()))
+  def store(_, rows, to):
+    for row, values in enumerate(rows):
+      values.store_untiled(mgpu.memref_slice(to, row))
+
+  store(rows, to)

@@ -33,6 +33,7 @@ ahead: the first two of a tile travel while kernels multiply, as its vectors do 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 import dataclasses
 import functools
 from typing import Any, NamedTuple
@@ -194,10 +195,12 @@ class Epilogue:
     elif epilogue.gated:
       cols //= 2
       halves.append((0, cols))
-    index, starts = 0, self.pieces((rows, cols))
+    index, starts, staged = 0, self.pieces((rows, cols)), []
     for n, (i, j, stored) in enumerate(starts):
       at = self._in_result(row + i, col + j)
-      to = dict(slots=refs["out_slots"], wg=wg, stored=stored, end=end, **at)
+      to = dict(
+          slots=refs["out_slots"], wg=wg, stored=stored, end=end, staged=staged, **at
+      )
       pieces = []
       for number, (down, right) in enumerate(halves):
         first, begin = i + down, j + right
@@ -229,6 +232,7 @@ class Epilogue:
       for result, gmem in zip(results, [out_gmem, *others], strict=True):
         self._store_piece(result, gmem.at[batch], index=index, **to)
         index += 1
+      self._send(staged)
       ahead = n + NUM_SLOTS
       if ahead < len(starts):  # Every thread has read the slot: the store has a barrier.
         i, j, _ = starts[ahead]
@@ -249,8 +253,14 @@ class Epilogue:
         (i, j, stored) for i in range(0, shape[0], PIECE_ROWS) for j, stored in cols
     ]
 
+  @property
+  def _sent_together(self) -> int:
+    """Results of a piece that are written behind one barrier, and before another."""
+    return min(1 + self.problem.epilogue.num_others, self.out.num_slots // 2)
+
   def _store_piece(
-      self, piece, out_gmem, slots, *, wg, index, row, col, stored, end
+      self, piece, out_gmem, slots, *, wg, index, row, col, stored, end,
+      staged: list[Callable[[], None]],
   ):
     piece = piece.astype(jnp.dtype(self.problem.out_dtype))
     if self.out.way == "masked":
@@ -265,15 +275,24 @@ class Epilogue:
     if self.out.way == "run":
       run_stores.store(piece, slots.at[wg], out_gmem, row, col)
       return
+    copy = functools.partial(
+        self._copy, out_gmem, slots, wg=wg, index=index, row=row, col=col, stored=stored
+    )
     if end is None:
-      self._stage(piece, slots, wg=wg, index=index)
-      self._copy(out_gmem, slots, wg=wg, index=index, row=row, col=col, stored=stored)
+      if not staged:
+        self._wait_for_slots(self._sent_together, index)
+      self._write(piece, slots, wg=wg, index=index)
+      staged.append(copy)
+      if len(staged) == self._sent_together:
+        self._send(staged)
       return
 
     @pl.when(row + self.out.rows <= end)
     def _store_whole():
-      self._stage(piece, slots, wg=wg, index=index, in_turn=not self.transposed)
-      self._copy(out_gmem, slots, wg=wg, index=index, row=row, col=col, stored=stored)
+      # Unless all pieces before have left in turn, their number does not tell of slots.
+      self._wait_for_slots(1, 0 if self.transposed else index)
+      self._write(piece, slots, wg=wg, index=index)
+      self._send([copy])
 
     if self.out.way == "flat":
       partial_stores.store(piece, out_gmem, row, col, end, transposed=self.transposed)
@@ -281,36 +300,43 @@ class Epilogue:
 
     @pl.when(row + self.out.rows > end)
     def _copy_each_row():
-      self._stage(piece, slots, wg=wg, index=index, in_turn=False)
-      for i in range(stored if self.transposed else 0, self.out.rows):
-        pl.when(row + i < end)(
-            functools.partial(
-                self._copy, out_gmem, slots, wg=wg, index=index, row=row, col=col,
-                stored=stored, of_rows=(i, 1),
-            )
-        )
+      self._wait_for_slots(1, 0)
+      self._write(piece, slots, wg=wg, index=index)
+      first = stored if self.transposed else 0
+      self._send([
+          functools.partial(
+              pl.when(row + i < end), functools.partial(copy, of_rows=(i, 1))
+          )
+          for i in range(first, self.out.rows)
+      ])
 
-  def _stage(self, piece, slots, *, wg, index, in_turn: bool = True) -> None:
-    """Writes a piece into its slot, once that is free.
+  def _wait_for_slots(self, count: int, index: int) -> None:
+    """Waits until `count` slots are free, that of the `index`-th store first.
 
-    Which it is once all but the youngest stores have read theirs, if all before it have
-    left `in_turn`. The first piece of a tile may follow one that used the same slot.
+    Which they are once all but the youngest stores have read theirs. The first of a tile
+    may follow one that used the same slot.
     """
-    _, registers = self.out.views(slots)
-    slot = index % NUM_SLOTS
-    younger = NUM_SLOTS - 1 if index and in_turn else 0
+    younger = self.out.num_slots - count if index else 0
     plgpu.wait_smem_to_gmem(younger, wait_read_only=True)
-    if self.transposed:
-      registers.at[wg, slot].transpose((1, 0))[...] = piece
-    else:
-      registers[wg, slot] = piece
-    plgpu.commit_smem()
+
+  def _write(self, piece, slots, *, wg, index) -> None:
+    slot = index % self.out.num_slots
+    self.out.write(piece, slots, wg, slot, transposed=self.transposed)
+
+  def _send(self, staged: list[Callable[[], None]]) -> None:
+    """Starts the copies of what stands in its slots."""
+    if staged:
+      plgpu.commit_smem()
+    for copy in staged:
+      copy()
+    staged.clear()
 
   def _copy(
       self, out_gmem, slots, *, wg, index, row, col, stored, of_rows=None
   ) -> None:
     """Starts to store the piece that is in a slot, or some of its rows (first, count)."""
     tma, _ = self.out.views(slots)
+    slot = index % self.out.num_slots
     first, rows = of_rows or (0, self.out.rows)
     skipped = 0
     if self.transposed and of_rows is None:
@@ -319,7 +345,7 @@ class Epilogue:
       skipped = stored  # To store the same bits twice is a race there.
     cols = self.out.cols - skipped
     plgpu.copy_smem_to_gmem(
-        tma.at[wg, index % NUM_SLOTS, pl.ds(first, rows), pl.ds(skipped, cols)],
+        tma.at[wg, slot, pl.ds(first, rows), pl.ds(skipped, cols)],
         out_gmem.at[pl.ds(row + first, rows), pl.ds(col + skipped, cols)],
     )
 

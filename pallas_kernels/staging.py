@@ -10,6 +10,7 @@ import dataclasses
 import math
 from typing import Any
 
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
@@ -139,3 +140,24 @@ class Staging:
   def views(self, slots: Ref) -> tuple[Ref, Ref]:
     """(the view that TMA uses, the view that registers use)."""
     return (slots[0], slots[1]) if self.way == "flat" else (slots, slots)
+
+  def write(self, piece, slots: Ref, wg, slot, *, transposed: bool) -> None:
+    """Writes a piece into a slot of a warpgroup, for TMA to copy.
+
+    All threads have to know before that the slot is free; `commit_smem` comes behind. On
+    the chip neither has a barrier here: Pallas would put two around each of its own.
+    """
+    to = self.views(slots)[1].at[wg, slot]
+    if self.way == "tiled":
+      to = to.transpose((1, 0)) if transposed else to
+      to[...] = piece
+      return
+    in_smem = plgpu.RefType(tiles.swizzled(self.dtype, self.swizzle))
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, in_smem))
+    def store(_, piece, to):
+      if transposed:
+        to = mgpu.memref_transpose(to, (1, 0, 3, 2))
+      piece.store_tiled(to, swizzle=self.swizzle)
+
+    store(piece, to)

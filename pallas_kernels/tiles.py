@@ -66,6 +66,11 @@ def swizzled(dtype, swizzle: int = SWIZZLE_BYTES) -> tuple[Any, ...]:
   return (plgpu.TilingTransform((8, elems)), plgpu.SwizzleTransform(swizzle))
 
 
+def row_layout(cols: int) -> plgpu.Layout:
+  """How a warpgroup's threads share a row: each has a run of it."""
+  return plgpu.Layout.WG_STRIDED((cols,), cols // WG_THREADS)
+
+
 # -- Order of the tiles ----------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import ceilings, ceilings_kernels, cli, runner
+from experiments import ceilings, ceilings_kernels, cli, runner, suites
 import jaxgemm
 from jaxgemm import reference
 from jaxgemm.device import known_device
@@ -20,6 +20,7 @@ from pallas_kernels import compat
 
 pytestmark = pytest.mark.slow  # The other JAX version need not run them too.
 
+CASES = suites.parse_shape("512,384,256:NN+TN")
 GPU = cli.Platform(True, H200, "NVIDIA H200")
 
 
@@ -64,9 +65,10 @@ def test_every_slot_is_multiplied():
 def test_what_is_timed_lowers():
   """Each tile by a kernel of its own, and nothing beside it."""
   key = jax.random.key(0)
-  variants = ceilings.matrix_variants(132, 432, 512) | ceilings.memory_variants(1 << 20)
+  variants = ceilings.matrix_variants(H200, 432, CASES)
+  variants |= ceilings.memory_variants(1 << 20)
   types = jax.eval_shape(
-      lambda: ceilings.draw_matrices(512, key) | ceilings.draw_memory(1 << 20, key)
+      lambda: ceilings.draw_matrices(CASES, key) | ceilings.draw_memory(1 << 20, key)
   )
   texts = {}
   with jaxgemm.target("NVIDIA H200"):
@@ -77,17 +79,20 @@ def test_what_is_timed_lowers():
       texts[name] = exported(types).mlir_module()
   ours = {name for name, text in texts.items() if "custom_call @mosaic_gpu" in text}
   alone = {name for name in variants if name.startswith("tensor cores")}
-  assert len(alone) == 4 and ours == alone | {"jaxgemm 512^3"}
+  assert len(alone) == 4
+  assert ours == alone | {f"jaxgemm {case.name}" for case in CASES}
   for name in alone:
     assert texts[name].count("stablehlo.") == 1  # The kernel: no copy of an operand.
     assert "jaxgemm_tensor_cores" in texts[name]
 
 
 def test_tiles_have_as_many_operations():
-  found = ceilings.matrix_variants(132, 432, 512)
+  found = ceilings.matrix_variants(H200, 432, CASES)
   flops = {found[name].flops for name in found if name.startswith("tensor cores")}
   assert flops == {2 * 128 * 256 * 64 * 432 * 132}
-  assert found["XLA 512^3"].flops == found["jaxgemm 512^3"].flops == 2 * 512**3
+  for case in CASES:
+    assert found[f"XLA {case.name}"].flops == case.problem.flops
+    assert found[f"jaxgemm {case.name}"].flops == case.problem.flops
 
 
 def test_memory():
@@ -115,7 +120,7 @@ class Chip:
     self.set_bytes = []
     monkeypatch.setattr(ceilings.timing, "interleaved", self.interleaved)
     monkeypatch.setattr(ceilings.timing, "num_input_sets", self.num_input_sets)
-    monkeypatch.setattr(ceilings, "SIZE", 64)
+    monkeypatch.setattr(ceilings, "SHAPES", ("64,64,64",))
     monkeypatch.setattr(ceilings, "MEMORY_BYTES", 4096)
     monkeypatch.setattr(
         ceilings, "check",
@@ -157,7 +162,7 @@ def test_rows_of_a_gpu(monkeypatch):
   assert not any(row.failed for row in rows)
   found = {row.name: row for row in rows if row.mode == "sustained"}
   flops = 2 * 128 * 256 * 64 * 432 * 132
-  fastest, product = found["tensor cores 128x192"], found["jaxgemm 64^3"]
+  fastest, product = found["tensor cores 128x192"], found["jaxgemm 64x64x64 NN bfloat16"]
   assert (fastest.time_us, fastest.spread_us) == (240.0, 2.0)
   assert fastest.tflops == pytest.approx(flops / 240e-6 / 1e12)
   assert fastest.of_tensor_cores is None and fastest.tbps is None
@@ -170,6 +175,17 @@ def test_rows_of_a_gpu(monkeypatch):
   line = json.loads(product.to_json())
   assert line["mode"] == "sustained" and line["device"] == "NVIDIA H200"
   assert len(ceilings.table(rows).splitlines()) == 2 + len(rows)
+
+
+def test_products_of_shapes(monkeypatch):
+  chip = Chip(monkeypatch)
+  rows = chip.rows("--burn_in=0", "--shapes=64,48,32:TN", "--shapes=32,32,32")
+  names = {row.name for row in rows if "x32" in row.name}
+  assert names == {
+      f"{who} {what} bfloat16" for who in ("XLA", "jaxgemm")
+      for what in ("64x48x32 TN", "32x32x32 NN")
+  }
+  assert chip.set_bytes == [2 * 2 * 32 * 32, 4096]
 
 
 def test_flags_of_modes(monkeypatch):

@@ -86,12 +86,14 @@ def test_supports(fields, named):
 
 def test_chunks_keep_the_sms_busy():
   for rows, cols in ((8192, 14336), (8192, 3072), (16384, 3072), (6304, 4096)):
-    facts = Cotangents(rows, cols, "bfloat16", "gelu")
-    chunks = facts.num_chunks(132)
-    strips = -(-cols // (64 * kernel.NUM_WGS))
-    pieces = -(-rows // 64)
-    waves = -(-strips * chunks // 132)
-    assert strips * pieces / (waves * -(-pieces // chunks) * 132) > 0.7, (rows, cols)
+    for gated in (False, True):
+      facts = Cotangents(rows, cols, "bfloat16", "gelu", gated)
+      strips, chunks = facts.num_strips, facts.num_chunks(132)
+      pieces = -(-rows // kernel.ROWS)
+      at_once = 132 * (232448 // facts.smem_bytes)
+      waves = -(-strips * chunks // at_once)
+      busy = strips * pieces / (waves * -(-pieces // chunks) * at_once)
+      assert busy > 0.85, (rows, cols, gated)
 
 
 def gradients(values, **options):
@@ -122,7 +124,9 @@ def test_a_layer_s_backward_pass_takes_it(save, rng, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("activation", (*activations.NAMES, "none"))
-@pytest.mark.parametrize("shape", [(2048, 1096), (1001, 4096), (8192, 768)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(2048, 1096), (1001, 4096), (8192, 768), (4099, 256), (131075, 8)], ids=str
+)
 def test_gpu(shape, activation, gated):
   facts = Cotangents(*shape, "bfloat16", activation, gated)
   operands = operands_of(facts)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxgemm import reference
-from pallas_kernels import KERNELS, TILE_KERNELS, activations
+from pallas_kernels import KERNELS, TILE_KERNELS, activations, epilogue_choice
 from pallas_kernels.problem import Epilogue
 from tests import kernel_cases
 from tests.kernel_cases import LAYOUTS, lowered, make_problem, small_config
@@ -399,6 +399,37 @@ def launch(kernel, problem, config, operands):
   run = lambda *x: KERNELS[kernel].launch(x, problem, config, num_sms=132)
   found = jax.jit(run)(*operands)
   return found if problem.epilogue.num_others else (found,)
+
+
+def slots(room_beside=1 << 17, k=768, **fields):
+  """Slots of a staging, of whose shared memory a room has so many bytes more."""
+  problem = make_problem(512, 512, k, epilogue=Epilogue(activation="silu", **fields))
+  found = epilogue_choice.make_epilogue(problem, 128, 2, emulated=False)
+  room = found.smem_bytes + room_beside
+  more = epilogue_choice.with_more_slots(found, room)
+  assert more.smem_bytes <= max(room, found.smem_bytes)
+  return more.out.num_slots
+
+
+def test_what_is_stored_for_long_has_more_slots():
+  """As far as there is room."""
+  piece = 64 * 128 * 2  # Bytes of one piece of both warpgroups.
+  room = [(-1, 2), (2 * piece - 1, 3), (2 * piece, 4), (1 << 17, 4)]
+  assert [slots(more, saves=True) for more, _ in room] == [count for _, count in room]
+  assert slots() == slots(k=1024, saves=True) == slots(saves=True, gated=True) == 2
+  assert slots(k=256) == slots(k=512, saves=True, gated=True) == 4
+
+
+@pytest.mark.parametrize("most", [2, 3, 4])
+def test_slots_are_written_when_they_are_free(most, monkeypatch):
+  """Whatever their number: of one result, of two, of three, and of two beside c."""
+  monkeypatch.setattr(epilogue_choice, "_MOST_SLOTS", most)
+  fields = dict(tile_m=128, tile_n=128, wg_dim="tile", num_stages=2)
+  gated = Epilogue(activation="silu", gated=True, saves=True)
+  slopes = Epilogue(activation="silu", c_dtype="bfloat16", slopes=2)
+  for epilogue in (Epilogue(), SAVED, gated, slopes):
+    problem = make_problem(256, 256, 64, epilogue=epilogue)
+    check("persistent", problem, small_config("persistent", **fields))
 
 
 @pytest.mark.gpu

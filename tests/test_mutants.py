@@ -29,7 +29,7 @@ def test_sites_are_found_and_named_apart():
         ("pipelined.launch._kernel._multiply.barrier_wait", "killed by pipelined"),
         ("pipelined.launch._kernel._multiply.wgmma_wait", "survives"),
         ("cotangents.launch._kernel.compute.commit_smem", "killed by cotangents: race"),
-        more("cotangents.launch._kernel._let_the_next.barrier_arrive", "hang"),
+        more("norms.Norm.hand_over.barrier_arrive", "hang"),
     ],
 )
 def test_verdicts(name, outcome):
