@@ -112,7 +112,7 @@ def make_call(
     by_registers: whether registers, not TMA, bring the operands and take the result.
     overlapping: whether tiles may overlap: the grid's by the epilogue's `halo`.
     halves: the operands' float16 parts, where these are multiplied.
-    room: bytes of shared memory that the ring leaves to the epilogue; None: some.
+    room: bytes of shared memory that the ring leaves to the epilogue; None: enough.
   """
   result = result or problem
   emulated = interpret is not None

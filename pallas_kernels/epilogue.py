@@ -27,6 +27,9 @@ A transposed accumulator (the operands have changed places) is written transpose
 its slot, which then holds rows of the result; so does a slot of c, which is read
 transposed.
 
+All threads meet before a slot is written, once it is free, and behind that, when it may
+be copied. Several results of a piece do so together where there are slots for it.
+
 `c` is read the same way back (flat or tiled; `prepare_c` pads a bad stride), two pieces
 ahead: the first two of a tile travel while kernels multiply, as its vectors do (`begin`).
 """
