@@ -195,6 +195,14 @@ def draw_matrices(cases: Sequence[suites.Case], key: jax.Array) -> dict[str, Ope
   return found | {"zeros": tuple(zeros)}
 
 
+def _cases() -> list[suites.Case]:
+  """Returns the products that --shapes ask for."""
+  found = cli.shapes(SHAPES)
+  if others := {case.problem.dtype for case in found} - {"bfloat16"}:
+    raise app.UsageError(f"--dtypes: products of bfloat16, not of {', '.join(others)}")
+  return found
+
+
 def _operand_bytes(case: suites.Case) -> int:
   return sum(2 * math.prod(shape) for shape in products.stored_shapes(case.problem))
 
@@ -278,7 +286,7 @@ def stages(
     platform: cli.Platform, wanted: Sequence[Mode], provenance: report.Provenance
 ) -> Iterator[list[Row]]:
   """Yields the rows of the checks, and those of each measurement if none has failed."""
-  device, cases = platform.device, cli.shapes(SHAPES)
+  device, cases = platform.device, _cases()
   if not platform.on_gpu:
     yield [check(_EMULATED_TILE, _EMULATED_CTAS, provenance, emulated=True)]
     return

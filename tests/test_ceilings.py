@@ -186,6 +186,8 @@ def test_products_of_shapes(monkeypatch):
       for what in ("64x48x32 TN", "32x32x32 NN")
   }
   assert chip.set_bytes == [2 * 2 * 32 * 32, 4096]
+  with pytest.raises(app.UsageError, match="of bfloat16, not of float16"):
+    chip.rows("--shapes=64,48,32", "--dtypes=float16")
 
 
 def test_flags_of_modes(monkeypatch):
