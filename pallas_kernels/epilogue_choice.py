@@ -17,6 +17,13 @@ from pallas_kernels.fragments import RowOrder
 from pallas_kernels.problem import Problem
 from pallas_kernels.staging import Staging
 
+_MOST_SLOTS = 4  # For pieces of a warpgroup, where stores take the longest; else two.
+# Which they do up to so many elements of k for each result of as many columns as are
+# multiplied: a tile's two results of bfloat16 are 10.7 bytes for each cycle of its
+# products where k is 768. What saves the inputs of gelu and silu took 0.95 to 0.98 times
+# as long with four slots as with two (16384x3072x768), 1.02 times (6304x4096x1024).
+_STORED_LONG = 400
+
 
 def stores_runs(problem: Problem, wg_tile_n: int) -> bool:
   """Whether pieces of a result that TMA cannot store are runs of memory on the chip.
@@ -41,14 +48,6 @@ def stores_wide(problem: Problem, wg_tile_n: int) -> bool:
   narrow = wg_tile_n <= tiles.swizzle_elems(problem.out_dtype)
   plain = problem.out_itemsize == 2 and problem.epilogue.num_c == 0
   return within and aligned and plain and not narrow
-
-
-_MOST_SLOTS = 4  # Pieces of a warpgroup; but where stores take the longest, two.
-# Elements of k for each result of as many columns as are multiplied. A tile's two results
-# of bfloat16 are 10.7 bytes for each cycle of its products where k is 768. Saved inputs
-# of gelu and silu: 16384x3072x768 0.95 to 0.98 times as long with four slots as with two,
-# 6304x4096x1024 1.02.
-_STORED_LONG = 400
 
 
 @functools.lru_cache(maxsize=1024)  # A plan asks for the same few again and again.
