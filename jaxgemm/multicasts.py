@@ -12,7 +12,10 @@ from pallas_kernels.problem import Problem
 
 _BIG_TILE = 128 * 192  # From here on multicast has been seen to win.
 _LEAST_SHARE = 0.3  # Of what a CTA loads, that is worth sharing.
-_LEAST_STEPS = 32  # k tiles of tiles in turns, whose CTAs else wait for each other.
+# k tiles of tiles in turns, of which CTAs that share some would wait for each other: more
+# than the first, where stores take as long, and fewer than the second.
+_FEW_STEPS = 8, 32
+_LARGE = 50 << 20  # Bytes of operands that the L2 does not hold: sharing asks less of it.
 
 
 def shared(
@@ -51,19 +54,24 @@ def shared(
 def _alone(problem: Problem, config: PersistentConfig) -> bool:
   """Whether clusters have been seen to lose: of tiles in turns.
 
-  Those that take few k tiles, of swapped operands or a gated product: of 12 to 16 two
-  plain and three gated ones took 1.00 to 1.12 times as long in pairs as alone, and one
-  that saves 0.989; of 32 to 128 twelve took 0.98 to 1.001. And tiles of a gated product
-  that have more rows than columns, which are what pairs share: two of 48 k tiles by
-  192x128 took 1.05 times as long (H200, in a burst). Under a load that lasts pairs take
-  less energy: 8192x14336x4096, gated, both sums saved, 2,777 us by pairs of 128x200, and
-  2,887.
+  Those that take few k tiles. Of 12 to 16 eleven plain products took 0.997 to 1.08 times
+  as long in pairs as alone (medians of 48 times, together 1.013), four of GPT-2's layers
+  1.007 to 1.035, in a burst and under load, three gated ones up to 1.12, and of 24 and 25
+  five 1.00 to 1.014. But of 1 to 8 seven 0.97 to 1.08, 0.997 by the median, and one whose
+  operands are larger than the L2 0.96 (16384x50304x768). Of 32 to 128 twelve of swapped
+  operands or gated took 0.98 to 1.001. And tiles of a gated product that have more rows
+  than columns, which are what pairs share: two of 48 k tiles by 192x128 took 1.05 times
+  as long (H200, in a burst). Under a load that lasts pairs take less energy:
+  8192x14336x4096, gated, both sums saved, 2,777 us by pairs of 128x200, and 2,887.
   """
   if config.wg_dim != "tile":
     return False
   gated = problem.epilogue.gated
-  few = tiles.cdiv(problem.k, config.tile_k) < _LEAST_STEPS
-  return few and (gated or config.swap) or gated and config.tile_m > config.tile_n
+  least, most = _FEW_STEPS
+  steps = tiles.cdiv(problem.k, config.tile_k)
+  held = (problem.m + problem.n) * problem.k * problem.itemsize <= _LARGE
+  few = steps < most and (gated or config.swap or steps > least and held)
+  return few or gated and config.tile_m > config.tile_n
 
 
 def _shares_unevenly(config: PersistentConfig, along_m: int) -> bool:

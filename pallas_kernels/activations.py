@@ -77,17 +77,24 @@ def _cdf(x, reciprocal: _Function):
 
 @dataclasses.dataclass(frozen=True)
 class Arithmetic:
-  """How the sigmoid and the normal distribution are formed."""
+  """How the sigmoid and the normal distribution are formed.
+
+  Attributes:
+    sigmoid: of x, given `unit` * x: so that the constants of a polynomial hold `unit`.
+    cdf: the normal distribution's.
+  """
 
   sigmoid: _Function
   cdf: _Function
+  unit: float = 1.0
 
 
 ARRAYS = Arithmetic(lax.logistic, lambda x: 0.5 * lax.erfc(-x * math.sqrt(0.5)))
 REGISTERS = Arithmetic(lax.logistic, lambda x: _cdf(x, lambda t: 1.0 / t))
 APPROXIMATE = Arithmetic(
-    lambda x: _approximate_reciprocal(1.0 + jnp.exp(-x)),
+    lambda x: _approximate_reciprocal(1.0 + lax.exp2(x)),
     lambda x: _cdf(x, _approximate_reciprocal),
+    unit=-math.log2(math.e),
 )
 
 
@@ -98,25 +105,34 @@ def _relu(x):
 _GELU = 2.0 * math.sqrt(2.0 / math.pi), 0.044715
 
 
-def _gelu(x, by: Arithmetic):
+def _gelu_sigmoid(x, by: Arithmetic):
   scale, cubic = _GELU
-  return x * by.sigmoid(x * (scale + scale * cubic * (x * x)))
+  scale *= by.unit
+  return by.sigmoid(x * (scale + scale * cubic * (x * x)))
+
+
+def _gelu(x, by: Arithmetic):
+  return x * _gelu_sigmoid(x, by)
 
 
 def _gelu_slope(x, by: Arithmetic):
   scale, cubic = _GELU
-  y = by.sigmoid(x * (scale + scale * cubic * (x * x)))
-  return y + x * (y * (1.0 - y)) * (scale + 3.0 * scale * cubic * (x * x))
+  y = _gelu_sigmoid(x, by)
+  return y + x * _rise(y) * (scale + 3.0 * scale * cubic * (x * x))
+
+
+def _rise(y):
+  """The slope of a sigmoid that is y, in one instruction: 0 where it has ended."""
+  return y - y * y
 
 
 def _sigmoid_slope(x, by: Arithmetic):
-  y = by.sigmoid(x)
-  return y * (1.0 - y)
+  return _rise(by.sigmoid(by.unit * x))
 
 
 def _silu_slope(x, by: Arithmetic):
-  y = by.sigmoid(x)
-  return y + x * (y * (1.0 - y))
+  y = by.sigmoid(by.unit * x)
+  return y + x * _rise(y)
 
 
 def _tanh_slope(x, _):
@@ -133,8 +149,8 @@ _FUNCTIONS: _Table = {
     NONE: lambda x, _: x,
     "relu": lambda x, _: _relu(x),
     "squared_relu": lambda x, _: _relu(x) * _relu(x),
-    "sigmoid": lambda x, by: by.sigmoid(x),
-    "silu": lambda x, by: x * by.sigmoid(x),
+    "sigmoid": lambda x, by: by.sigmoid(by.unit * x),
+    "silu": lambda x, by: x * by.sigmoid(by.unit * x),
     "tanh": lambda x, _: jnp.tanh(x),
     "gelu": _gelu,
     "gelu_exact": lambda x, by: x * by.cdf(x),

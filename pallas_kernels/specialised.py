@@ -156,8 +156,10 @@ def slot_bytes(problem: Problem, config: PersistentConfig) -> int:
 def registers(config: PersistentConfig) -> int:
   """Registers that a thread of a consumer has for its sums.
 
-  With three consumers ptxas compiles for the 128 that a thread has at launch, whatever
-  the producer gives away later. For the sums of split_lhs it has been seen to use 157.
+  Of three consumers ptxas refuses a wgmma that needs more than the 128 which a thread
+  has at launch, whatever the producer gives away later; around others it uses up to 157.
+  Three that take tiles of 128x128 in turns, 128 sums each, spill nothing, but are no
+  faster than two (GPT-2's layers, H200).
   """
   kept = roles.CONSUMER_REGISTERS[config.consumers]
   if config.consumers == 3 and not config.split_lhs:
