@@ -54,15 +54,16 @@ def shared(
 def _alone(problem: Problem, config: PersistentConfig) -> bool:
   """Whether clusters have been seen to lose: of tiles in turns.
 
-  Those that take few k tiles. Of 12 to 16 eleven plain products took 0.997 to 1.08 times
-  as long in pairs as alone (medians of 48 times, together 1.013), four of GPT-2's layers
-  1.007 to 1.035, in a burst and under load, three gated ones up to 1.12, and of 24 and 25
-  five 1.00 to 1.014. But of 1 to 8 seven 0.97 to 1.08, 0.997 by the median, and one whose
-  operands are larger than the L2 0.96 (16384x50304x768). Of 32 to 128 twelve of swapped
-  operands or gated took 0.98 to 1.001. And tiles of a gated product that have more rows
-  than columns, which are what pairs share: two of 48 k tiles by 192x128 took 1.05 times
-  as long (H200, in a burst). Under a load that lasts pairs take less energy:
-  8192x14336x4096, gated, both sums saved, 2,777 us by pairs of 128x200, and 2,887.
+  Those that take few k tiles. Of 12 to 30 sixteen products took 0.98 to 1.03 times as
+  long in pairs as alone, mean 1.004, six of them 1.006 under load; before, eleven of 12
+  to 16 had 1.013, the median of 48 times, and three gated ones up to 1.12. But seven of
+  1 to 8 had 0.997, and one whose operands are larger than the L2 0.96
+  (16384x50304x768). Of 32 to 128 twelve of swapped operands or gated took 0.98 to 1.001.
+
+  And tiles of a gated product that have more rows than columns, which are what pairs
+  share: two of 48 k tiles by 192x128 took 1.05 times as long (H200, in a burst). Under a
+  load that lasts pairs take less energy: 8192x14336x4096, gated, both sums saved, 2,777
+  us by pairs of 128x200, and 2,887.
   """
   if config.wg_dim != "tile":
     return False

@@ -99,3 +99,24 @@ def test_an_activation_of_a_traced_value(wrap):
   with pytest.raises(ValueError, match="closes over a traced value"):
     wrap(jax.grad(run))(2.0)
   assert run(2.0) == 48.0
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "silu", "gelu"])
+def test_sigmoids_of_any_unit(name):
+  """A kernel's sigmoid takes x in a unit of its own, which the constants hold."""
+  of_two = activations.Arithmetic(
+      lambda x: 1.0 / (1.0 + jnp.exp2(x)), activations.ARRAYS.cdf,
+      unit=activations.APPROXIMATE.unit,
+  )
+  x = jnp.linspace(-12.0, 12.0, 4001)
+  for function in (activations.apply, activations.slope):
+    wanted, found = (function(name, x, by) for by in (activations.ARRAYS, of_two))
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "silu", "gelu", "gelu_exact"])
+def test_slopes_have_ended_far_out(name):
+  """No product of 0 and what overflows: the cube of 1e15 does."""
+  x = jnp.array([-1e15, -1e4, -200.0, 200.0, 1e4, 1e15])
+  end = 0.0 if name == "sigmoid" else 1.0
+  assert activations.slope(name, x).tolist() == [0.0] * 3 + [end] * 3
