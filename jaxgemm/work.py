@@ -186,12 +186,17 @@ class Work:
     return cols // exchange.share_cols(cols, self.cluster_k)
 
   @property
+  def _stored_cols(self) -> int:
+    """Columns of the result that a warpgroup has of a tile."""
+    cols = operand_passes.warpgroup_tile(self.config)[1]
+    return cols // (1 + self.asked.epilogue.gated)
+
+  @property
   def stored_within(self) -> bool:
     """Whether TMA stores rows of a tile that begin within sectors of 32 bytes."""
     if self.masked or self.runs or self.sums > 1 or getattr(self.config, "swap", False):
       return False
-    cols = operand_passes.warpgroup_tile(self.config)[1]
-    return cols // (1 + self.asked.epilogue.gated) * self.asked.out_itemsize % 32 > 0
+    return self._stored_cols * self.asked.out_itemsize % tiles.SECTOR_BYTES > 0
 
   @property
   def sent(self) -> float:
@@ -204,11 +209,9 @@ class Work:
       return 1.0
     if self.stored_wide:
       return 1.0
-    cols = operand_passes.warpgroup_tile(self.config)[1]
-    cols //= 1 + self.asked.epilogue.gated
-    if cols >= self.asked.n:
+    if self._stored_cols >= self.asked.n:
       return 1.0
-    row_bytes = cols * self.asked.out_itemsize
+    row_bytes = self._stored_cols * self.asked.out_itemsize
     return tiles.round_up(row_bytes, tiles.SWIZZLE_BYTES) / row_bytes
 
   @property
