@@ -12,8 +12,8 @@ from pallas_kernels.problem import Problem
 
 _BIG_TILE = 128 * 192  # From here on multicast has been seen to win.
 _LEAST_SHARE = 0.3  # Of what a CTA loads, that is worth sharing.
-# k tiles of tiles in turns, of which CTAs that share some would wait for each other: more
-# than the first, where stores take as long, and fewer than the second.
+# Of tiles in turns of more k tiles than the first and fewer than the second, CTAs that
+# share some wait for each other longer than they save; of fewer, stores take longer.
 _FEW_STEPS = 8, 32
 _LARGE = 50 << 20  # Bytes of operands that the L2 does not hold: sharing asks less of it.
 
