@@ -15,7 +15,7 @@ _LEAST_SHARE = 0.3  # Of what a CTA loads, that is worth sharing.
 # Of tiles in turns of more k tiles than the first and fewer than the second, CTAs that
 # share some wait for each other longer than they save; of fewer, stores take longer.
 _FEW_STEPS = 8, 32
-_LARGE = 50 << 20  # Bytes of operands that the L2 does not hold: sharing asks less of it.
+_LARGE = 50 << 20  # An H100's L2. Operands that it does not hold are worth sharing.
 
 
 def shared(

@@ -80,8 +80,9 @@ class Arithmetic:
   """How the sigmoid and the normal distribution are formed.
 
   Attributes:
-    sigmoid: of x, given `unit` * x: so that the constants of a polynomial hold `unit`.
+    sigmoid: of x, given `unit` * x.
     cdf: the normal distribution's.
+    unit: which the constants of a polynomial hold, so that it costs no instruction.
   """
 
   sigmoid: _Function
@@ -103,6 +104,10 @@ def _relu(x):
 
 
 _GELU = 2.0 * math.sqrt(2.0 / math.pi), 0.044715
+
+
+def _sigmoid(x, by: Arithmetic):
+  return by.sigmoid(by.unit * x)
 
 
 def _gelu_sigmoid(x, by: Arithmetic):
@@ -127,11 +132,11 @@ def _rise(y):
 
 
 def _sigmoid_slope(x, by: Arithmetic):
-  return _rise(by.sigmoid(by.unit * x))
+  return _rise(_sigmoid(x, by))
 
 
 def _silu_slope(x, by: Arithmetic):
-  y = by.sigmoid(by.unit * x)
+  y = _sigmoid(x, by)
   return y + x * _rise(y)
 
 
@@ -149,8 +154,8 @@ _FUNCTIONS: _Table = {
     NONE: lambda x, _: x,
     "relu": lambda x, _: _relu(x),
     "squared_relu": lambda x, _: _relu(x) * _relu(x),
-    "sigmoid": lambda x, by: by.sigmoid(by.unit * x),
-    "silu": lambda x, by: x * by.sigmoid(by.unit * x),
+    "sigmoid": _sigmoid,
+    "silu": lambda x, by: x * _sigmoid(x, by),
     "tanh": lambda x, _: jnp.tanh(x),
     "gelu": _gelu,
     "gelu_exact": lambda x, by: x * by.cdf(x),
