@@ -132,22 +132,24 @@ def sum_of_blocks(
 
 
 def sum_of_parts(
-    multiply: Callable[[Ref, Any, int], None], *, shape: tuple[int, int], k_steps: int,
-    of: parts.Parts, lost: float,
+    multiply: Callable[[Ref, Any, int], None], *, first: Any,
+    after: Callable[[Any], Any], shape: tuple[int, int], k_steps: int, of: parts.Parts,
+    lost: float,
 ):
   """Returns the sum [rows, cols] over `k_steps` k tiles and all groups of products.
 
-  `multiply(acc, k_tile, index)` adds the products of group `index` to the wgmma
-  accumulator `acc`. Where registers allow it, the smaller groups have a sum of their
-  own, to which goes what the rounding of the other takes away: the error then does
-  not grow with k. `lost` is the share of the sum that truncation takes away.
+  `multiply(acc, slot, index)` adds the products of group `index` to the wgmma
+  accumulator `acc`. The k tiles are in the slots `first`, `after(first)`, and so on.
+  Where registers allow it, the smaller groups have a sum of their own, to which goes
+  what the rounding of the other takes away: the error then does not grow with k. `lost`
+  is the share of the sum that truncation takes away.
   """
   apart = fits(3, shape)
 
-  def add(k_tile, sums):
-    total, rest = sums
+  def add(_, carry):
+    slot, total, rest = carry
     for index, group in enumerate(of.groups):
-      found = _registers(lambda acc, index=index: multiply(acc, k_tile, index), shape)
+      found = _registers(lambda acc, index=index: multiply(acc, slot, index), shape)
       if group is of.groups[-1]:
         if apart:
           total, rest = two_sum(total, rest, found)
@@ -157,17 +159,18 @@ def sum_of_parts(
         rest = rest + found * jnp.float32(group.scale)
       else:
         total = total + _smaller(found, of) * jnp.float32(group.scale)
-    return total, rest
+    return after(slot), total, rest
 
-  start = zeros(shape), zeros(shape) if apart else jnp.float32(0.0)
-  total, rest = lax.fori_loop(jnp.int32(0), jnp.int32(k_steps), add, start)
+  start = first, zeros(shape), zeros(shape) if apart else jnp.float32(0.0)
+  _, total, rest = lax.fori_loop(jnp.int32(0), jnp.int32(k_steps), add, start)
   found = _given_back(total, lost)
   return total + finite(rest + found if apart else found)
 
 
 def sum_of_groups(
-    multiply: Callable[..., None], finish: Callable[[], None], *, shape: tuple[int, int],
-    k_steps: int, of: parts.Parts, promote: int, lost: float, registers: int,
+    multiply: Callable[..., None], finish: Callable[[], None], *, first: Any,
+    after: Callable[[Any], Any], shape: tuple[int, int], k_steps: int, of: parts.Parts,
+    promote: int, lost: float, registers: int,
 ):
   """The same, while the tensor cores go on with the smaller products.
 
@@ -175,7 +178,7 @@ def sum_of_groups(
   high too, unless they are added to an ordinary sum after every `promote` k tiles. That
   keeps its rounding errors if `registers` of a thread hold them.
 
-  `multiply(accs, groups, k_tile, in_flight)` adds the products of groups to wgmma
+  `multiply(accs, groups, k_tile, slot, in_flight)` adds the products of groups to wgmma
   accumulators, and waits for all but those of the last `in_flight`; `finish` waits for
   these.
   """
@@ -187,27 +190,33 @@ def sum_of_groups(
     return [acc * jnp.float32(g.scale) for acc, g in zip(accs, smaller, strict=True)]
 
   def apart(*accs):
-    def add(sums, first, count):
+    def add(carry, k_tile, count):
+      slot, *sums = carry
+
       def run(acc):
+        place = slot
         for i in range(count):
           last = i == count - 1
           in_flight = len(smaller) if last else len(of.groups)
-          multiply((acc, *accs), (largest, *smaller), first + i, in_flight)
+          multiply((acc, *accs), (largest, *smaller), k_tile + i, place, in_flight)
+          place = after(place)
         # acc[...] would wait for the smaller products, too.
         found = plgpu.wgmma_accumulator_load(acc, wait_n=None)
-        return lax.optimization_barrier(found)
+        return place, lax.optimization_barrier(found)
 
-      found = pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
-      return two_sum(*sums, found) if exact else (sums[0] + found,)
+      slot, found = pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
+      return slot, *(two_sum(*sums, found) if exact else (sums[0] + found,))
 
     rounds, rest = divmod(k_steps, promote)
-    sums = lax.fori_loop(
-        jnp.int32(0), jnp.int32(rounds), lambda i, sums: add(sums, i * promote, promote),
-        (zeros(shape),) * (2 if exact else 1),
+    carry = lax.fori_loop(
+        jnp.int32(0), jnp.int32(rounds),
+        lambda i, carry: add(carry, i * promote, promote),
+        (first, *(zeros(shape),) * (2 if exact else 1)),
     )
     if rest:
-      sums = add(sums, jnp.int32(rounds * promote), rest)
+      carry = add(carry, jnp.int32(rounds * promote), rest)
     finish()
+    _, *sums = carry
     (total, *rest), others = lax.optimization_barrier((sums, [acc[...] for acc in accs]))
     return total, scaled(others) + rest + [_given_back(total, lost)]
 
@@ -215,23 +224,26 @@ def sum_of_groups(
     accs = (plgpu.ACC(shape, jnp.float32) for _ in smaller)
     total, rest = pl.run_scoped(apart, *accs)
   else:
-    *others, total = each_group(multiply, finish, shape=shape, k_steps=k_steps, of=of)
+    *others, total = each_group(
+        multiply, finish, first=first, after=after, shape=shape, k_steps=k_steps, of=of
+    )
     rest = scaled(others)
   # Those first, so that the total is rounded once.
   return total + _smaller(functools.reduce(operator.add, rest), of)
 
 
 def each_group(
-    multiply: Callable[..., None], finish: Callable[[], None], *, shape: tuple[int, int],
-    k_steps: int, of: parts.Parts,
+    multiply: Callable[..., None], finish: Callable[[], None], *, first: Any,
+    after: Callable[[Any], Any], shape: tuple[int, int], k_steps: int, of: parts.Parts,
 ) -> list:
   """The sum [rows, cols] of each group, by itself; arguments as of `sum_of_groups`."""
 
   def run(*accs):
-    def add(k_tile, _):
-      multiply(accs, of.groups, k_tile, len(accs))
+    def add(k_tile, slot):
+      multiply(accs, of.groups, k_tile, slot, len(accs))
+      return after(slot)
 
-    lax.fori_loop(jnp.int32(0), jnp.int32(k_steps), add, None)
+    lax.fori_loop(jnp.int32(0), jnp.int32(k_steps), add, first)
     finish()
     return lax.optimization_barrier([acc[...] for acc in accs])
 

@@ -244,44 +244,48 @@ def run(
             c_gmem, refs, shape=stored_shape, of_batch=of_batch, exchange=exchange, **at
         )
 
-        def multiply_group(acc, k_step, index):
+        first_step = local * k_steps
+
+        def multiply_group(acc, slot, index):
           ring_reads.consume_parts(
-              ring, acc, refs, step=local * k_steps + k_step,
+              ring, acc, refs, slot, first_step=first_step,
               pairs=split.groups[index].pairs, is_first=index == 0,
               is_last=index == len(split.groups) - 1, **starts,
           )
 
-        def multiply_groups(accs, groups, k_step, in_flight):
+        def multiply_groups(accs, groups, k_step, slot, in_flight):
           ring_reads.consume_step(
-              ring, accs, refs, step=local * k_steps + k_step, is_first=k_step == 0,
+              ring, accs, refs, slot, first_step=first_step, k_step=k_step,
               groups=groups, in_flight=in_flight, **starts,
           )
 
         def begin(slot, *, is_first):
           return ring_reads.begin(
-              ring, refs, slot, first_step=local * k_steps, shape=wg_tile_shape,
+              ring, refs, slot, first_step=first_step, shape=wg_tile_shape,
               is_first=is_first, m=m, n=n, **starts,
           )
 
         def finish():
-          ring_reads.finish(ring, refs, step=local * k_steps + k_steps - 1)
+          ring_reads.finish(ring, refs, step=first_step + k_steps - 1)
 
         if ring.factors is not None:
           acc = accumulate.sum_of_blocks(
-              begin, finish, block_scales.apply, first=ring.slot_of(local * k_steps),
+              begin, finish, block_scales.apply, first=ring.slot_of(first_step),
               shape=wg_tile_shape, k_steps=k_steps,
           )
         elif split is None:
           acc = _sum_over_k(local, tile=(of_batch, m, first_k), **starts)
         elif specialised.overlaps(call.result, config):
           acc = accumulate.sum_of_groups(
-              multiply_groups, finish, shape=wg_tile_shape, k_steps=k_steps, of=split,
-              promote=config.promote, lost=lost,
+              multiply_groups, finish, first=ring.slot_of(first_step), after=ring.after,
+              shape=wg_tile_shape, k_steps=k_steps, of=split, promote=config.promote,
+              lost=lost,
               registers=specialised.registers(config),
           )
         else:
           acc = accumulate.sum_of_parts(
-              multiply_group, shape=wg_tile_shape, k_steps=k_steps, of=split, lost=lost
+              multiply_group, first=ring.slot_of(first_step), after=ring.after,
+              shape=wg_tile_shape, k_steps=k_steps, of=split, lost=lost,
           )
 
         if ring.norm is not None:

@@ -144,6 +144,10 @@ class Ring:
     """The slot so many steps later."""
     return tiles.wrapped(slot + steps, self.num_stages)
 
+  def before(self, slot):
+    """The slot one step earlier."""
+    return lax.select(slot == 0, jnp.int32(self.num_stages), slot) - 1
+
   def team(self, step):
     """The team of a step."""
     if self.teams == 1:

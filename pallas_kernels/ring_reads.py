@@ -184,41 +184,43 @@ def _consume_normalised(
 
 
 def consume_step(
-    ring: Ring, accs, refs, *, step, is_first, groups, in_flight, lhs_start, rhs_start
+    ring: Ring, accs, refs, slot, *, first_step, k_step, groups, in_flight, lhs_start,
+    rhs_start,
 ):
   """Each of `accs` += the products of parts of its group, of one slot; see `parts`.
 
-  The wgmma of the last `in_flight` groups stay in flight; those of the step before,
-  but for the first, have come to their end. After the last step: `finish`.
+  The wgmma of the last `in_flight` groups stay in flight; those of the k tile before,
+  if this is not the first of a tile that begins with `first_step`, have come to their
+  end. After the last: `finish`.
   """
   slots, issued = (refs["lhs_slots"], refs["rhs_slots"]), []
-  plgpu.barrier_wait(ring.barrier(refs["full"], step))
+  barriers = ring.team(first_step) * ring.num_stages
+  plgpu.barrier_wait(refs["full"].at[slot + barriers])
   lhs_parts = None
   if ring.splits_lhs:
     lhs_parts = lhs_registers.load(
-        ring.lhs, refs, ring.slot_of(step), lhs_start,
+        ring.lhs, refs, slot, lhs_start,
         wg=lax.div(lhs_start, jnp.int32(lhs_registers.ROWS)),
-        turn=lax.rem(step, jnp.int32(2)),
+        turn=lax.rem(first_step + k_step, jnp.int32(2)),
     )
   for acc, group in zip(accs, groups, strict=True):
     for pair in group.pairs:
       if lhs_parts is None:
         count = slot_products.multiply(
-            acc, ring.prepared, slots, ring.slot_of(step), lhs_start=lhs_start,
-            rhs_start=rhs_start, parts=pair,
+            acc, ring.prepared, slots, slot, lhs_start=lhs_start, rhs_start=rhs_start,
+            parts=pair,
         )
       else:
         count, (part, other) = 1, pair
-        slot = ring.slot_of(step)
         rhs = ring.rhs.view(slots[1], slot, rhs_start, acc.shape[1], other)
         plgpu.wgmma(acc, lhs_parts[part], rhs)
       issued.append(count)
   late = sum(len(group.pairs) for group in groups[len(groups) - in_flight :])
   plgpu.wgmma_wait(sum(issued[len(issued) - late :]))
 
-  @pl.when(jnp.logical_not(is_first))
+  @pl.when(k_step > 0)
   def _free_the_last_slot():
-    plgpu.barrier_arrive(ring.barrier(refs["empty"], step - 1))
+    plgpu.barrier_arrive(refs["empty"].at[ring.before(slot) + barriers])
 
 
 def begin(
@@ -244,8 +246,7 @@ def begin(
       lhs_start=lhs_start, rhs_start=rhs_start,
   )
   if not is_first:
-    last = lax.select(slot == 0, jnp.int32(ring.num_stages), slot) - 1
-    plgpu.barrier_arrive(refs["empty"].at[last + barriers])
+    plgpu.barrier_arrive(refs["empty"].at[ring.before(slot) + barriers])
   return ring.after(slot), sums, factors
 
 
@@ -256,20 +257,22 @@ def finish(ring: Ring, refs, *, step):
 
 
 def consume_parts(
-    ring: Ring, acc, refs, *, step, pairs, is_first, is_last, lhs_start, rhs_start
+    ring: Ring, acc, refs, slot, *, first_step, pairs, is_first, is_last, lhs_start,
+    rhs_start,
 ):
   """acc += the products of some pairs of parts of one slot; see `parts`.
 
-  The first of a slot's calls waits until it is full, the last lets it go.
+  The first of a slot's calls waits until it is full, the last lets it go. The slot is of
+  the tile that begins with `first_step`.
   """
+  barriers = ring.team(first_step) * ring.num_stages
   if is_first:
-    plgpu.barrier_wait(ring.barrier(refs["full"], step))
-  slots = refs["lhs_slots"], refs["rhs_slots"]
+    plgpu.barrier_wait(refs["full"].at[slot + barriers])
   for pair in pairs:
     slot_products.multiply(
-        acc, ring.prepared, slots, ring.slot_of(step), lhs_start=lhs_start,
-        rhs_start=rhs_start, parts=pair,
+        acc, ring.prepared, (refs["lhs_slots"], refs["rhs_slots"]), slot,
+        lhs_start=lhs_start, rhs_start=rhs_start, parts=pair,
     )
   plgpu.wgmma_wait(0)
   if is_last:
-    plgpu.barrier_arrive(ring.barrier(refs["empty"], step))
+    plgpu.barrier_arrive(refs["empty"].at[slot + barriers])
