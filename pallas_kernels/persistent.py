@@ -279,8 +279,7 @@ def run(
           acc = accumulate.sum_of_groups(
               multiply_groups, finish, first=ring.slot_of(first_step), after=ring.after,
               shape=wg_tile_shape, k_steps=k_steps, of=split, promote=config.promote,
-              lost=lost,
-              registers=specialised.registers(config),
+              lost=lost, registers=specialised.registers(config),
           )
         else:
           acc = accumulate.sum_of_parts(
