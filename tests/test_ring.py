@@ -123,9 +123,7 @@ def test_loops_over_k_of_parts_divide_nothing():
     problem = Problem(
         512, 1024, 2048, dtype="float32", out_dtype="float32", algorithm=algorithm
     )
-    config = PersistentConfig(128, 128, 64, num_stages=3, promote=promote)
-    if algorithm == "bf16_x9":
-      config = PersistentConfig(128, 64, 64, num_stages=3, promote=promote)
+    config = PersistentConfig(128, 128, 64, num_stages=2, promote=promote)
     over_k, _ = loops_of(persistent, problem, config)
     assert set().union(*over_k) >= MOVES
     for names in over_k:
